@@ -1,0 +1,46 @@
+# `./install.sh --dev` makes the environment that these targets use. VENV=/other/venv overrides it.
+VENV ?= .venv
+BIN := $(VENV)/bin
+SHELL := /bin/bash
+PACKAGES := rimuru_kernels rimuru_models rimuru_cli
+CODE := kernels models rimuru_cli tests
+# Two processes: torch takes seconds to import and most tests use one thread.
+PYTEST_ARGS ?= -n 2
+
+.PHONY: check lint format typing types imports shell test wheel venv
+.DEFAULT_GOAL := check
+
+check: lint types imports shell test  ## everything that must pass before a commit
+
+venv:
+	@test -x "$(BIN)/python" || { echo "There is no $(VENV). Type: ./install.sh --dev" >&2; exit 1; }
+
+lint: venv  ## formatting and style
+	"$(BIN)/ruff" format --check $(CODE)
+	"$(BIN)/ruff" check $(CODE)
+
+format: venv  ## rewrite files in the house's format
+	"$(BIN)/ruff" format $(CODE)
+	"$(BIN)/ruff" check --fix $(CODE)
+
+typing: .typing/rimuru_kernels .typing/rimuru_models .typing/rimuru_cli  ## links through which mypy finds the renamed folders
+
+.typing/%:
+	@mkdir -p .typing
+	@ln -sfn ../$(patsubst rimuru_kernels,kernels,$(patsubst rimuru_models,models,$*)) $@
+
+types: venv typing  ## mypy, strict
+	"$(BIN)/mypy"
+
+imports: venv  ## the staircase of imports
+	"$(BIN)/lint-imports"
+
+shell: venv  ## install.sh and the CI script
+	"$(BIN)/shellcheck" install.sh .ci/run
+
+test: venv  ## the tests; PYTEST_ARGS="-x tests/engine" narrows them
+	@"$(BIN)/python" -m pytest $(PYTEST_ARGS)
+
+wheel: venv  ## dist/*.whl, built from a clean copy of the sources
+	rm -rf build dist
+	"$(BIN)/python" -m build --wheel --no-isolation

@@ -1,0 +1,87 @@
+"""What a model needs from whoever runs it. Models know neither pool nor offload; resident.py and the engine both satisfy these.
+
+Notation: T tokens of this step (rows of all sequences, one after the other), H query heads, Hkv key/value heads, D head_dim,
+d hidden size, k experts a token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from rimuru_models.config import ModelConfig
+
+
+class KVCache(Protocol):
+    """Past keys and values of the sequences in this step."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None) -> Tensor:
+        """Store this step's k and v, then causal attention of each row over its own sequence.
+
+        Args:
+            layer: model layer index.
+            q: [T, H, D] after rotary; k, v: [T, Hkv, D], k after rotary. They may be views of one larger tensor (not contiguous).
+            scale: factor on q·k.
+            sliding_window: key j is visible to query i iff 0 <= i - j < sliding_window; None: every j <= i.
+
+        Returns:
+            [T, H, D], in q's dtype.
+        """
+        ...
+
+
+class ExpertProvider(Protocol):
+    """Routed SwiGLU experts: expert(x) = down(silu(gate x) * (up x))."""
+
+    def forward(self, layer: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        """Weighted sum of each token's experts.
+
+        Args:
+            layer: model layer index, a member of config.moe_layers.
+            x: [T, d].
+            topk_ids: [T, k] int64, ascending within a row.
+            topk_weights: [T, k] float32.
+
+        Returns:
+            [T, d], in x's dtype; the caller may write to it.
+        """
+        ...
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """Everything of one step besides the token ids.
+
+    Attributes:
+        positions: [T] int64, position of each row in its own sequence.
+        kv: attention over past and present tokens.
+        experts: routed experts.
+    """
+
+    positions: Tensor
+    kv: KVCache
+    experts: ExpertProvider
+
+
+class CausalLM(Protocol):
+    """A decoder with a language-model head."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """The model's architecture."""
+        ...
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the weights that the model itself holds."""
+        ...
+
+    def forward(self, token_ids: Tensor, context: ForwardContext) -> Tensor:
+        """token_ids [T] int64 -> final hidden states [T, d] (after the last norm)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, d] -> float32 [R, vocab_size]."""
+        ...

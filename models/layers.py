@@ -1,0 +1,101 @@
+"""Blocks of a decoder layer: attention and MLPs. Plain classes holding tensors; one token's decode is a handful of torch calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from rimuru_kernels.rms_norm import rms_norm
+from rimuru_kernels.rotary import rotary
+from rimuru_kernels.silu_and_mul import silu_and_mul
+from rimuru_models.interfaces import ExpertProvider, KVCache
+
+if TYPE_CHECKING:
+    from rimuru_models.loader import DenseLoader
+
+
+class Attention:
+    """Grouped-query attention with rotary embeddings: o(attend(rope(q x), rope(k x), v x)), scale D^-1/2.
+
+    q, k and v are one matrix [(H + 2 Hkv) D, d] (rows of q, then k, then v), biases likewise.
+    """
+
+    def __init__(self, loader: DenseLoader, layer: int) -> None:
+        config = loader.config
+        prefix = f"model.layers.{layer}.self_attn"
+        parts = [f"{prefix}.{name}_proj" for name in ("q", "k", "v")]
+        self.layer = layer
+        self.qkv = loader.tensor(*(f"{part}.weight" for part in parts))
+        self.qkv_bias = loader.tensor(*(f"{part}.bias" for part in parts)) if config.attention_bias else None
+        self.output = loader.tensor(f"{prefix}.o_proj.weight")
+        self.output_bias = loader.tensor(f"{prefix}.o_proj.bias") if config.output_bias else None
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        self.scale = config.head_dim**-0.5
+        self.window = config.window(layer)
+        self.eps = config.rms_eps
+        self._all_heads = (-1, self.heads + 2 * self.kv_heads, self.head_dim)
+        self._qk_and_v = (self.heads + self.kv_heads, self.kv_heads)
+        self._q_and_k = (self.heads, self.kv_heads)
+        self._flat = (-1, self.heads * self.head_dim)
+
+    def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """Split [T, (H + 2 Hkv) D] into qk [T, H + Hkv, D] and v [T, Hkv, D]; families with q/k norms add them here."""
+        qk, v = qkv.view(self._all_heads).split_with_sizes(self._qk_and_v, 1)
+        return qk, v
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: KVCache) -> Tensor:
+        """x [T, d], rotary tables [T, 1, D] -> [T, d]."""
+        qk, v = self.qk_v(linear(x, self.qkv, self.qkv_bias))
+        q, k = rotary(qk, cos, sin).split_with_sizes(self._q_and_k, 1)
+        out = kv.attend(self.layer, q, k, v, scale=self.scale, sliding_window=self.window)
+        return linear(out.reshape(self._flat), self.output, self.output_bias)
+
+
+class HeadNormAttention(Attention):
+    """Attention with an RMSNorm over each head of q and of k before rotary (weights [D])."""
+
+    def __init__(self, loader: DenseLoader, layer: int) -> None:
+        super().__init__(loader, layer)
+        prefix = f"model.layers.{layer}.self_attn"
+        self.q_norm = loader.tensor(f"{prefix}.q_norm.weight")
+        self.k_norm = loader.tensor(f"{prefix}.k_norm.weight")
+
+    def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Attention.qk_v`, with q and k normalised."""
+        q, k, v = qkv.view(self._all_heads).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
+        return torch.cat((rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)), 1), v
+
+
+class FullNormAttention(Attention):
+    """Attention with an RMSNorm over the whole projection of q [H D] and of k [Hkv D], then an optional clamp of q, k and v."""
+
+    def __init__(self, loader: DenseLoader, layer: int) -> None:
+        super().__init__(loader, layer)
+        prefix = f"model.layers.{layer}.self_attn"
+        self.q_norm = loader.tensor(f"{prefix}.q_norm.weight")
+        self.k_norm = loader.tensor(f"{prefix}.k_norm.weight")
+        self.clip = loader.config.clip_qkv
+        self._widths = tuple(count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads))
+
+    def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """As `Attention.qk_v`, with q and k normalised and all three clamped."""
+        q, k, v = qkv.split_with_sizes(self._widths, 1)
+        qkv = torch.cat((rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps), v), 1)
+        if self.clip is not None:
+            qkv.clamp_(-self.clip, self.clip)
+        return super().qk_v(qkv)
+
+
+class DenseMLP:
+    """SwiGLU: down(silu(gate x) * (up x)); gate and up are one matrix [2f, d]."""
+
+    def __init__(self, loader: DenseLoader, prefix: str) -> None:
+        self.gate_up = loader.tensor(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        self.down = loader.tensor(f"{prefix}.down_proj.weight")
+
+    def forward(self, x: Tensor, experts: ExpertProvider | None = None) -> Tensor:
+        """x [T, d] -> [T, d]. `experts` is not used: dense and sparse layers are called alike."""
+        return linear(silu_and_mul(linear(x, self.gate_up)), self.down)

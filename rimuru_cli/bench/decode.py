@@ -1,0 +1,101 @@
+"""Decoding speed, one sequence, one token at a time; optionally beside transformers on the same file, in the same process, in turns."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.engine.engine import Engine
+from rimuru_cli.engine.request import SamplingParams
+from rimuru_models.config import ModelConfig
+from rimuru_models.errors import UsageError
+
+Progress = Callable[[str, int, int], None]
+
+PROMPT_TOKENS = 32
+ROUNDS = 3
+
+
+def run_decode_bench(
+    model_dir: Path, *, versus: str | None = None, tokens: int = 64, residency: float = 1.0, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Tokens per second of greedy decoding after a prompt of 32 tokens.
+
+    The engine runs fully resident and, if `residency` is below 1, also with about that share of experts resident. With
+    `versus="transformers"` the same file is decoded by transformers in float32 and in the checkpoint's dtype with its default expert implementation; the
+    faster of the two counts. All runners take turns for three rounds; each one's best round counts.
+
+    Returns:
+        JSON-able dict: settings, `rows` (runner, tokens_per_second, expert_hit_rate, resident_share, ratio to transformers).
+    """
+    model = ModelConfig.from_dir(model_dir)
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(0, model.vocab_size, (PROMPT_TOKENS,), generator=generator).tolist()
+    runners: dict[str, Callable[[], float]] = {}
+    engines: dict[str, Engine] = {}
+    try:
+        for share in sorted({1.0, min(1.0, residency)}, reverse=True):
+            name = "rimuru" if share == 1.0 else f"rimuru, {share:.0%} resident"
+            config = EngineConfig(resident_share=share, context=PROMPT_TOKENS + tokens + 1)
+            engines[name] = Engine.load(model_dir, config)
+            runners[name] = lambda engine=engines[name]: _decode(engine, prompt, tokens)
+        if versus == "transformers":
+            for dtype in ("float32", "auto"):
+                runners[f"transformers, {dtype}"] = _transformers_runner(model_dir, prompt, tokens, dtype)
+        best = dict.fromkeys(runners, 0.0)
+        for done in range(ROUNDS):
+            for index, (name, run) in enumerate(runners.items()):
+                best[name] = max(best[name], run())
+                if progress is not None:
+                    progress("decoding", done * len(runners) + index + 1, ROUNDS * len(runners))
+        peers = [speed for name, speed in best.items() if name.startswith("transformers")]
+        rows = [_row(name, speed, engines.get(name), max(peers, default=None)) for name, speed in best.items()]
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return {"bench": "decode", "model": str(model_dir.name), "tokens": tokens, "threads": torch.get_num_threads(), "rounds": ROUNDS, "rows": rows}
+
+
+def _row(name: str, speed: float, engine: Engine | None, peer: float | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"runner": name, "tokens_per_second": round(speed, 2)}
+    if engine is not None:
+        snapshot = engine.snapshot()
+        row["resident_share"] = round(snapshot.resident_share, 3)
+        row["expert_hit_rate"] = round(snapshot.hit_rate or 0.0, 3)
+        if peer:
+            row["ratio_to_transformers"] = round(speed / peer, 2)
+    return row
+
+
+def _decode(engine: Engine, prompt: list[int], tokens: int) -> float:
+    request = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True))
+    while request.finish_reason is None:
+        engine.step()
+    return (request.timings.generated_tokens - 1) / request.timings.generation_seconds
+
+
+def _transformers_runner(model_dir: Path, prompt: list[int], tokens: int, dtype: str) -> Callable[[], float]:
+    if importlib.util.find_spec("transformers") is None:
+        raise UsageError("transformers is not installed here.", hint="It is a development dependency: ./install.sh --dev")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def run() -> float:
+        """Prefill, then greedy steps by the plain forward call: no generation machinery in the way."""
+        out = model(torch.tensor([prompt]), use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        started = time.perf_counter()
+        for _ in range(tokens - 1):
+            out = model(token, past_key_values=out.past_key_values, use_cache=True)
+            token = out.logits[:, -1:].argmax(-1)
+        return (tokens - 1) / (time.perf_counter() - started)
+
+    return run

@@ -1,0 +1,198 @@
+"""From a model's name and the settings to a session that can answer. Torch is loaded here, and nowhere above."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from rimuru_cli.chat import show
+from rimuru_cli.chat.answer import EngineLike
+from rimuru_cli.chat.conversation import Conversation
+from rimuru_cli.chat.session import ChatSession, Speech
+from rimuru_cli.output import Output
+from rimuru_cli.settings import MemorySize, Settings
+from rimuru_models.errors import NotFoundError, RimuruError, UsageError
+
+if TYPE_CHECKING:
+    from rimuru_cli.chat.speech import ModelSpeech
+    from rimuru_cli.engine.config import EngineConfig
+    from rimuru_cli.engine.engine import Engine
+    from rimuru_cli.hub.resolve import ResolvedModel
+
+# The demonstration model fits everywhere; half of its experts are kept out on purpose, so that there is something to see.
+DEMO_RESIDENT_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model that is ready to talk.
+
+    Attributes:
+        notices: what the person should know beyond engine.info.notices.
+    """
+
+    engine: EngineLike
+    speech: Speech
+    notices: tuple[str, ...] = ()
+
+
+class Loader(Protocol):
+    """Finds and loads a model; tests put a fake in its place."""
+
+    def __call__(self, name: str | None, settings: Settings, out: Output, *, chat: bool) -> LoadedModel:
+        """Load a model; `chat` says that it must have a working chat template."""
+        ...
+
+
+def load_model(name: str | None, settings: Settings, out: Output, *, chat: bool) -> LoadedModel:
+    """Find the model (building the demonstration model if need be) and load engine and tokenizer.
+
+    Raises:
+        RimuruError: of whatever kind fits; see hub.resolve and Engine.load.
+    """
+    resolved, engine, speech = open_parts(name, settings, out, chat=chat)
+    return LoadedModel(engine, speech, speech.notices + (demo_notices() if resolved.embedded else ()))
+
+
+def open_parts(name: str | None, settings: Settings, out: Output, *, chat: bool) -> tuple[ResolvedModel, Engine, ModelSpeech]:
+    """What `load_model` does, with the real types of its parts."""
+    from rimuru_cli.chat.speech import ModelSpeech
+    from rimuru_cli.engine.engine import Engine
+    from rimuru_cli.hub.resolve import resolve_model
+
+    with out.progress() as progress:
+        progress("Starting", 0, 0)
+        resolved = resolve_model(name, progress=progress)
+        speech = ModelSpeech(resolved.path, resolved.name)
+        if chat:
+            _ = speech.template  # a broken template must show before the weights are read
+        engine = Engine.load(resolved.path, engine_config(resolved, settings, out), progress)
+    engine.info = replace(engine.info, model=resolved.name)
+    engine.eos_ids |= speech.tokenizer.eos_ids
+    return resolved, engine, speech
+
+
+def engine_config(resolved: ResolvedModel, settings: Settings, out: Output) -> EngineConfig:
+    """Memory, context and profile from the settings.
+
+    Raises:
+        NotFoundError: the profile that was named is not there.
+    """
+    from rimuru_cli.engine.config import EngineConfig, device_memory_bytes
+
+    memory: MemorySize | None = settings["memory"]
+    config = EngineConfig(context=settings["context"], profile=_profile(resolved.path, settings["profile"], out))
+    if memory is not None:
+        return replace(config, memory_bytes=memory.of(device_memory_bytes()))
+    return replace(config, resident_share=DEMO_RESIDENT_SHARE) if resolved.embedded else config
+
+
+def profile_file(model_dir: Path) -> Path:
+    """Where the hotset profile of a model is kept."""
+    from rimuru_cli.engine.experts.hotset import profile_path
+    from rimuru_cli.hub.paths import data_dir
+    from rimuru_models.index import model_identity
+
+    return profile_path(data_dir() / "profiles", model_identity(model_dir))
+
+
+def _profile(model_dir: Path, wish: str | None, out: Output) -> Path | None:
+    """The profile that was named, or the one that was recorded for this model, or None."""
+    if wish is not None:
+        if wish.lower() == "none":
+            return None
+        file = Path(wish).expanduser()
+        if not file.is_file():
+            raise NotFoundError(f"There is no hotset profile {file}.", hint="Record one with: rimuru profile-hotset MODEL")
+        return file
+    file = profile_file(model_dir)
+    if not file.is_file():
+        return None
+    from rimuru_cli.engine.experts.hotset import load_profile
+    from rimuru_models.config import ModelConfig
+    from rimuru_models.index import model_identity
+
+    config = ModelConfig.from_dir(model_dir)
+    try:
+        load_profile(file, identity=model_identity(model_dir), num_layers=len(config.moe_layers), num_experts=config.num_experts)
+    except RimuruError as error:  # nobody asked for this profile, so it must not stand in the way
+        out.warn(f"the hotset profile is left out: {error.what}")
+        return None
+    return file
+
+
+def demo_notices() -> tuple[str, ...]:
+    """What to know about the demonstration model, and what to get next."""
+    from rimuru_cli.hub.embedded import EMBEDDED_NAME, EMBEDDED_NOTICE, SUGGESTED_MODELS
+
+    models = ", ".join(f"{model.name} ({model.size_gb} GB)" for model in SUGGESTED_MODELS)
+    return (f"{EMBEDDED_NAME} is {EMBEDDED_NOTICE}.", f"Real models to get next: {models}")
+
+
+def read_system_prompt(settings: Settings, file: Path | None) -> str | None:
+    """The system prompt from --system-file, else from the settings.
+
+    Raises:
+        UsageError: both flags were given, or the file is not UTF-8 text.
+        NotFoundError: no such file.
+    """
+    if file is None:
+        return settings["system"] or None
+    if settings.origins["system"].source == "flag":
+        raise UsageError("--system and --system-file cannot both be given.", hint="Leave one of them out.")
+    return read_text_file(file).strip() or None
+
+
+def read_text_file(file: Path, limit_bytes: int = 256 * 2**20) -> str:
+    """A whole text file.
+
+    Raises:
+        NotFoundError: no such file.
+        UsageError: a folder, unreadable, too large, or not UTF-8 (names the byte).
+    """
+    from rimuru_cli.chat.repl import decode_utf8
+
+    try:
+        if file.is_file() and file.stat().st_size > limit_bytes:
+            raise UsageError(f"{file} is larger than {limit_bytes >> 20} MiB.")
+        return decode_utf8(file.read_bytes(), str(file))
+    except FileNotFoundError as error:
+        raise NotFoundError(f"There is no file {file}.", hint="Check the path.") from error
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {error.strerror}.") from error
+
+
+@contextlib.contextmanager
+def opened_session(
+    load: Loader,
+    model: str | None,
+    settings: Settings,
+    out: Output,
+    *,
+    system: str | None = None,
+    stop: tuple[str, ...] = (),
+    banner: bool = True,
+    chat: bool = True,
+) -> Iterator[ChatSession]:
+    """Load a model, say what was loaded (stderr), give a session, and free everything at the end."""
+    for warning in settings.warnings:
+        out.warn(warning)
+    loaded = load(model, settings, out, chat=chat)
+    try:
+        if banner:
+            for line in show.banner(loaded.engine.info, loaded.engine.snapshot()):
+                out.note(line, "cyan")
+        notices = (*loaded.engine.info.notices, *loaded.notices)
+        if not out.json:
+            for notice in notices:
+                out.note(f"note: {notice}", "yellow")
+        session = ChatSession(loaded.engine, loaded.speech, Conversation(system), settings.sampling())
+        session.think, session.stop, session.notices = settings["think"], stop, notices
+        if chat and settings["think"] is not None and not loaded.speech.can_think:
+            out.warn("this model has no reasoning to switch on or off, so --think and --no-think do nothing")
+        yield session
+    finally:
+        loaded.engine.close()

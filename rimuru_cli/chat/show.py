@@ -1,0 +1,101 @@
+"""Words and small pictures for people: the banner, the timings under an answer, the pool. Everything here returns text."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rimuru_cli.output import bar, format_bytes, format_share
+
+if TYPE_CHECKING:
+    from rimuru_cli.engine.request import Timings
+    from rimuru_cli.engine.stats import EngineInfo, Snapshot
+
+# One letter a kind in the pool's bar; the order is the order on the screen.
+_KINDS = {
+    "expert": ("experts", "E"),
+    "buffer": ("loading buffers", "B"),
+    "kv": ("KV cache", "K"),
+    "ssm": ("SSM states", "S"),
+    "conv": ("conv rows", "C"),
+}
+
+
+def banner(info: EngineInfo, snapshot: Snapshot) -> list[str]:
+    """What was loaded and how it runs: the lines above the first prompt, without the notices."""
+    parts = f"pool {format_bytes(info.pool_bytes)}, dense {format_bytes(info.dense_bytes)}"
+    resident = f"{snapshot.resident_experts:,} of {snapshot.total_experts:,} experts resident ({format_share(snapshot.resident_share)})"
+    shape = f"{info.num_layers} layers, {info.num_experts} experts, top-{info.top_k}"
+    return [
+        f"{info.model} · {info.architecture} · {shape} · {info.weight_dtype}",
+        f"{info.device} ({info.backend_reason}) · context {info.context_limit:,} tokens",
+        f"memory {format_bytes(info.memory_bytes)} at most: {parts} · {resident}",
+    ]
+
+
+def timings_line(timings: Timings, hit_rate: float | None, snapshot: Snapshot) -> str:
+    """One line under an answer: prompt and generation speed, time to first token, expert hit rate, how the pool is divided."""
+    prompt = f"prompt {timings.prompt_tokens:,} tok"
+    if timings.cached_tokens:
+        prompt += f" ({timings.cached_tokens:,} cached)"
+    prompt += f" {_rate(timings.computed_tokens, timings.prompt_seconds)}"
+    # The first token comes out of the prompt's last step, so its time belongs to the prompt.
+    answer = f"answer {timings.generated_tokens:,} tok {_rate(timings.generated_tokens - 1, timings.generation_seconds)}"
+    parts = [prompt, answer, f"TTFT {timings.ttft_seconds:.2f} s", f"hits {format_share(hit_rate)}", pool_split(snapshot)]
+    return "[" + " · ".join(parts) + "]"
+
+
+def pool_split(snapshot: Snapshot) -> str:
+    """How the pool is divided, in one phrase: experts, KV and free."""
+    total = snapshot.pool_bytes or 1
+    experts = snapshot.bytes_by_kind.get("expert", 0) + snapshot.bytes_by_kind.get("buffer", 0)
+    shares = {"experts": experts, "KV": snapshot.bytes_by_kind.get("kv", 0)}
+    states = snapshot.bytes_by_kind.get("ssm", 0) + snapshot.bytes_by_kind.get("conv", 0)
+    if states:
+        shares["states"] = states
+    shares["free"] = snapshot.free_bytes
+    return "pool " + ", ".join(f"{name} {format_share(num / total)}" for name, num in shares.items())
+
+
+def pool_lines(snapshot: Snapshot, width: int = 48) -> list[str]:
+    """The pool's composition as one bar of letters and one line a kind."""
+    total = snapshot.pool_bytes or 1
+    amounts = [(name, letter, snapshot.bytes_by_kind.get(kind, 0)) for kind, (name, letter) in _KINDS.items()]
+    amounts += [("page tails", "-", snapshot.tail_bytes), ("free", ".", snapshot.free_bytes)]
+    amounts = [row for row in amounts if row[2] > 0]
+    lines = ["[" + _letters(amounts, total, width) + f"] {format_bytes(snapshot.pool_bytes)}"]
+    for name, letter, num_bytes in amounts:
+        extra = ""
+        if letter == "E":
+            extra = f"  {snapshot.resident_experts:,} of {snapshot.total_experts:,} experts"
+        if letter == "K" and snapshot.cached_kv_bytes:
+            extra = f"  {format_bytes(snapshot.cached_kv_bytes)} of it kept for reuse"
+        lines.append(f"  {letter} {name:<16} {format_bytes(num_bytes):>10}  {format_share(num_bytes / total):>5}{extra}")
+    lines.append(
+        f"  expert hit rate so far {format_share(snapshot.hit_rate)}, read from the checkpoint {format_bytes(snapshot.expert_bytes_read)}"
+    )
+    if snapshot.events:
+        shrunk, expanded = sum(event.shrunk for event in snapshot.events), sum(event.expanded for event in snapshot.events)
+        lines.append(f"  lately the adjuster retired {shrunk} experts for the conversation and took {expanded} in")
+    return lines
+
+
+def context_line(used_tokens: int, info: EngineInfo) -> str:
+    """How full the context is, and the largest possible."""
+    share = used_tokens / info.context_limit if info.context_limit else 1.0
+    line = f"context [{bar(share, 24)}] {used_tokens:,} of {info.context_limit:,} tokens ({format_share(share)})"
+    if info.context_limit < info.model_context:
+        line += f"; the model itself could hold {info.model_context:,} with more --memory or a larger --context"
+    return line
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"at {tokens / seconds:.1f} tok/s" if tokens > 0 and seconds > 0 else "at - tok/s"
+
+
+def _letters(amounts: list[tuple[str, str, int]], total: int, width: int) -> str:
+    """Round shares to `width` letters so that the ends of the parts, not their lengths, are rounded: the sum is always right."""
+    text, reached = "", 0
+    for _, letter, num_bytes in amounts:
+        reached += num_bytes
+        text += letter * (round(reached / total * width) - len(text))
+    return text[:width].ljust(width, ".")

@@ -1,0 +1,204 @@
+"""What the engine is told, and how it divides the memory it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from rimuru_cli.engine.experts.adjuster import AdjusterConstants, AdjusterPolicy, decide
+from rimuru_cli.engine.experts.executor import MoeMode, PooledExperts
+from rimuru_cli.engine.experts.ranking import DEFAULT_DECAY
+from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PageKind, PoolGeometry, choose_block_tokens, expert_tiling
+from rimuru_kernels.paged_attention.reference import MAX_SCORES
+from rimuru_models.config import ModelConfig
+from rimuru_models.errors import DoesNotFitError
+from rimuru_models.layout import dense_bytes
+
+MIB = 1 << 20
+
+# A loading buffer holds this many experts or this many bytes, whichever is less (but at least one expert).
+_BUFFER_EXPERTS = 8
+_BUFFER_BYTES = 64 * MIB
+# Context that must fit beside the experts' floor, and context that the default size makes room for, in tokens.
+_LEAST_CONTEXT = 512
+_DEFAULT_CONTEXT = 8192
+# Share of the free memory of the machine that is taken when no ceiling is given.
+_DEFAULT_SHARE = 0.7
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run a model.
+
+    Attributes:
+        memory_bytes: ceiling for the whole process in bytes (program, dense weights, workspace, pool); None: as the model wants and the machine has.
+        resident_share: size the pool so that about this share of all experts is resident at the start; only without `memory_bytes`.
+        pool_bytes: size the pool itself, at least the smallest that works; only without `memory_bytes`.
+        context: longest context in tokens; None: the model's own.
+        block_tokens: upper bound for the tokens of a KV page; the geometry may choose fewer.
+        max_batch_tokens: most tokens computed in one step (prefill chunk), in tokens.
+        max_sequences: most sequences that run at once.
+        moe_mode: how missing experts are reached in steps of several tokens; "auto" decides by measured cost.
+        expert_offload_limit: most absent experts per layer (EOL); None: only the floor counts.
+        decay: of the live ranking, per token.
+        profile: hotset profile that seeds the ranking; None: none.
+        adjuster: decides when pages change hands.
+        max_page_bytes: projections larger than this are tiled.
+        poison: fill the pool with NaN bytes first, so that reading what was never written shows.
+    """
+
+    memory_bytes: int | None = None
+    resident_share: float | None = None
+    pool_bytes: int | None = None
+    context: int | None = None
+    block_tokens: int = 16
+    max_batch_tokens: int = 512
+    max_sequences: int = 8
+    moe_mode: MoeMode = "auto"
+    expert_offload_limit: int | None = None
+    decay: float = DEFAULT_DECAY
+    profile: Path | None = None
+    adjuster: AdjusterPolicy = decide
+    max_page_bytes: int = MAX_PAGE_BYTES
+    poison: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Division of the ceiling, in bytes; decided before anything is allocated.
+
+    Attributes:
+        program: the process as it was before loading.
+        floor: experts of each MoE layer that are never retired.
+        buffer_experts: experts that each of the two loading buffers holds.
+        context: longest context in tokens that model, settings and pool allow.
+        minimum: least ceiling with which this model runs; `least_pool` is the pool in it, `full_pool` one that holds every expert
+            and a long chat.
+    """
+
+    geometry: PoolGeometry
+    block_tokens: int
+    ceiling: int
+    program: int
+    dense: int
+    workspace: int
+    pool: int
+    floor: int
+    buffer_experts: int
+    context: int
+    minimum: int
+    least_pool: int
+    full_pool: int
+
+
+def program_bytes() -> int:
+    """Private memory of this process right now: resident bytes that are not shared with files."""
+    info = psutil.Process().memory_info()
+    return int(getattr(info, "private", 0) or info.rss - getattr(info, "shared", 0))
+
+
+def device_memory_bytes() -> int:
+    """Memory of the device the engine computes on (main memory: this version computes on the CPU)."""
+    return int(psutil.virtual_memory().total)
+
+
+def expert_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int:
+    """Experts of a layer that stay resident: min(2 * top_k, ceil(E / 8)), or more if `offload_limit` bounds the absent ones.
+
+    Twice top_k lets a token's experts stay while the next token's arrive. The second term is for models that use most of their experts at
+    every token: for them the first would make nearly everything resident and leave nothing to hand to a growing chat.
+    """
+    floor = min(2 * top_k, -(-num_experts // 8))
+    return floor if offload_limit is None else max(floor, num_experts - offload_limit)
+
+
+def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineConfig, program: int) -> MemoryPlan:
+    """Divide the ceiling among program, dense weights, workspace and pool.
+
+    Raises:
+        DoesNotFitError: the ceiling (or the machine) is too small; says the minimum.
+    """
+    f, d = model.expert_intermediate, model.hidden_size
+    tiles = expert_tiling(f, d, expert_dtype.itemsize, config.max_page_bytes)
+    page_bytes = f * d * expert_dtype.itemsize // tiles
+    kv_token_bytes = 2 * model.num_kv_heads * model.head_dim * 4
+    block_tokens = choose_block_tokens(kv_token_bytes, page_bytes, requested=config.block_tokens)
+    geometry = PoolGeometry.build(
+        f=f,
+        d=d,
+        weight_itemsize=expert_dtype.itemsize,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        kv_itemsize=4,
+        block_tokens=block_tokens,
+        max_page_bytes=config.max_page_bytes,
+    )
+    layers, pages_per_expert = len(model.moe_layers), geometry.pages_per_expert
+    floor = expert_floor(model.num_experts, model.top_k, config.expert_offload_limit)
+    expert_bytes = pages_per_expert * page_bytes
+    buffer_experts = max(1, min(model.num_experts - floor, _BUFFER_EXPERTS, _BUFFER_BYTES // expert_bytes))
+    wanted_context = min(model.max_positions, config.context or model.max_positions)
+    dense = dense_bytes(model, 4)
+    workspace = _workspace_bytes(model, expert_dtype, config, min(wanted_context, _DEFAULT_CONTEXT))
+    fixed = program + dense + workspace
+    reserve = AdjusterConstants().high_free + pages_per_expert
+
+    def pool_bytes(experts: int, context: int) -> int:
+        kv_pages = -(-context // block_tokens) * model.num_layers
+        kv_parents = -(-kv_pages // geometry.layout(PageKind.KV).per_parent)
+        pages = (experts + 2 * buffer_experts) * pages_per_expert + kv_parents
+        return -(-pages // geometry.pages_per_huge(PageKind.EXPERT)) * geometry.huge_page_bytes
+
+    least = pool_bytes(floor * layers, min(wanted_context, _LEAST_CONTEXT))
+    minimum = fixed + least
+    everything = layers * model.num_experts
+    full = pool_bytes(everything, min(wanted_context, _DEFAULT_CONTEXT)) + reserve * page_bytes
+    if config.memory_bytes is not None:
+        ceiling = config.memory_bytes
+    elif config.pool_bytes is not None:
+        ceiling = fixed + max(least, config.pool_bytes)
+    elif config.resident_share is not None:
+        experts = max(floor * layers, round(config.resident_share * everything))
+        ceiling = max(minimum, fixed + pool_bytes(experts, 0) + reserve * page_bytes)
+    else:
+        ceiling = min(fixed + full, program + int(_DEFAULT_SHARE * psutil.virtual_memory().available))
+    if ceiling < minimum:
+        machine = config.memory_bytes is None
+        given = f"this machine has {_mib(ceiling)} to give" if machine else f"the ceiling is {_mib(ceiling)}"
+        raise DoesNotFitError(
+            f"The model needs at least {_mib(minimum)} of memory, but {given} "
+            f"(program {_mib(program)}, dense weights {_mib(dense)}, workspace {_mib(workspace)}, smallest pool {_mib(least)}).",
+            hint="Close other programs, or choose a smaller model." if machine else f"Give at least --memory {-(-minimum // MIB)}MiB.",
+        )
+    pool = (ceiling - fixed) // geometry.huge_page_bytes * geometry.huge_page_bytes
+    # No pool is larger than all experts and the whole context of every sequence.
+    pool = min(pool, pool_bytes(everything, wanted_context * config.max_sequences) + reserve * page_bytes)
+    spare_pages = pool // geometry.huge_page_bytes * geometry.pages_per_huge(PageKind.EXPERT) - (floor * layers + 2 * buffer_experts) * pages_per_expert
+    blocks = spare_pages * geometry.layout(PageKind.KV).per_parent // model.num_layers
+    context = min(wanted_context, blocks * block_tokens)
+    return MemoryPlan(
+        geometry, block_tokens, ceiling, program, dense, workspace, pool, floor, buffer_experts, context, minimum, least, full
+    )
+
+
+def _workspace_bytes(model: ModelConfig, expert_dtype: torch.dtype, config: EngineConfig, context: int) -> int:
+    """Largest temporary tensors of a step: activations, attention scores, gathered keys and values, logits, expert workspace."""
+    tokens = min(config.max_batch_tokens, context)
+    heads = model.num_heads * model.head_dim
+    widest = max(model.dense_intermediate or 0, model.shared_intermediate or 0)
+    activations = tokens * 4 * (6 * model.hidden_size + 6 * heads + 3 * widest)
+    scores = 3 * 4 * min(max(MAX_SCORES, model.num_heads * context), tokens * model.num_heads * context)
+    gathered = 2 * 4 * context * model.num_kv_heads * model.head_dim
+    logits = 4 * 4 * min(config.max_sequences, tokens) * model.vocab_size
+    experts = PooledExperts.workspace_bytes(model.top_k, model.expert_intermediate, model.hidden_size, expert_dtype.itemsize, tokens)
+    return activations + scores + gathered + logits + experts
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{max(0, num_bytes) / MIB:,.0f} MiB"

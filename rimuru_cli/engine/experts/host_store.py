@@ -1,0 +1,38 @@
+"""The host tier: every expert of the model, where the checkpoint's memory map has it.
+
+On the CPU nothing is loaded up front: the operating system reads what is touched, and the page cache is the host tier. That is why a model
+larger than the memory ceiling runs, and why a missing expert can be read in place instead of being copied first.
+"""
+
+from __future__ import annotations
+
+from rimuru_models.weights import CheckpointReader, ExpertTensors
+
+
+class HostStore:
+    """Experts by (MoE layer, expert); a MoE layer is counted among the sparse layers only.
+
+    Attributes:
+        num_layers: MoE layers.
+        num_experts: experts of each.
+        expert_bytes: bytes of one expert's three projections as stored.
+    """
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        config = reader.config
+        self._reader = reader
+        self._moe_layers = config.moe_layers
+        self.num_layers = len(config.moe_layers)
+        self.num_experts = config.num_experts
+        self.dtype = reader.expert_dtype
+        self.expert_bytes = 3 * config.expert_intermediate * config.hidden_size * self.dtype.itemsize
+        self._cache: list[list[ExpertTensors | None]] = [[None] * self.num_experts for _ in range(self.num_layers)]
+        self.bytes_read = 0
+
+    def expert(self, layer: int, expert: int) -> ExpertTensors:
+        """Views of one expert: gate and up [f, d], down [d, f], in the checkpoint's dtype. Counts as a read of the host tier."""
+        self.bytes_read += self.expert_bytes
+        found = self._cache[layer][expert]
+        if found is None:
+            found = self._cache[layer][expert] = self._reader.expert(self._moe_layers[layer], expert)
+        return found

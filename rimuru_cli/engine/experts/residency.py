@@ -1,0 +1,206 @@
+"""Which experts lie in the pool, and the moves between resident and absent.
+
+A resident expert owns `pages_per_expert` pages (gate, up and down, each one page or several row tiles). Its table entry is set only after its
+bytes are in place, and its pages are given back only between steps, when nothing can still be reading them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import Future
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rimuru_cli.engine.experts.host_store import HostStore
+from rimuru_cli.engine.experts.ranking import ExpertRanking
+from rimuru_cli.engine.experts.transfer import Loader
+from rimuru_cli.engine.memory.geometry import PageKind
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.memory.views import ExpertView
+
+# Tiles of one expert: gate, up and down, each as its row tiles in order.
+ExpertTiles = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+class Residency:
+    """The resident set.
+
+    Attributes:
+        entries: int32 [num_moe_layers, num_experts, pages_per_expert], page entries of visible experts; -1 where absent.
+        resident: bool [num_moe_layers, num_experts], whether an expert is visible.
+        counts: resident experts of each layer, those being loaded included.
+        floor: experts of each layer that are never retired.
+        swaps: exchanges of a resident expert for a better-ranked one so far.
+    """
+
+    def __init__(
+        self, pool: PagePool, view: ExpertView, host: HostStore, ranking: ExpertRanking, loader: Loader, *, floor: int, pages_per_expert: int
+    ) -> None:
+        self._pool = pool
+        self.view = view
+        self._host = host
+        self._ranking = ranking
+        self._loader = loader
+        self.floor = floor
+        self.pages_per_expert = pages_per_expert
+        shape = (host.num_layers, host.num_experts)
+        self.entries: NDArray[np.int32] = np.full((*shape, pages_per_expert), -1, dtype=np.int32)
+        self.resident: NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
+        self.counts = [0] * host.num_layers
+        self._tiles: dict[tuple[int, int], ExpertTiles] = {}
+        self._loading: dict[tuple[int, int], tuple[list[int], Future[None]]] = {}
+        # Row numbers of the three pages in the pool seen as a matrix of pages, for gathering; absent experts point at row 0.
+        self.rows = torch.zeros((*shape, 3), dtype=torch.int64) if view.uniform else None
+        self.swaps = 0
+
+    @property
+    def total(self) -> int:
+        """All experts of the model."""
+        return self.resident.size
+
+    @property
+    def num_resident(self) -> int:
+        """Experts that own pages, those being loaded included."""
+        return sum(self.counts)
+
+    @property
+    def shrinkable(self) -> int:
+        """Experts that may be retired."""
+        return sum(max(0, count - self.floor) for count in self.counts)
+
+    @property
+    def expandable(self) -> int:
+        """Experts that are absent."""
+        return self.total - self.num_resident
+
+    def tiles(self, layer: int, expert: int) -> ExpertTiles | None:
+        """Views of a visible expert's pages, or None if it is absent."""
+        return self._tiles.get((layer, expert))
+
+    def fill(self, layer: int, expert: int) -> None:
+        """Load an absent expert now (used while loading the model)."""
+        pages = self._pool.allocate(PageKind.EXPERT, self.pages_per_expert)
+        self._copy(layer, expert, pages)
+        self.counts[layer] += 1
+        self._show(layer, expert, pages)
+
+    def refill(self, layer: int, expert: int) -> None:
+        """Copy a visible expert's bytes again (used to measure a copy from memory)."""
+        self._copy(layer, expert, [int(p) for p in self.entries[layer, expert]])
+
+    def ranked_absent(self) -> list[tuple[int, int]]:
+        """Absent experts as (layer, expert), best-ranked first."""
+        absent = ~self.resident
+        for key in self._loading:
+            absent[key] = False
+        return _ordered(self._ranking.scores, absent, descending=True)
+
+    def expand(self, count: int) -> int:
+        """Start loading the `count` best-ranked absent experts for which there are pages; returns how many were started."""
+        started = 0
+        for layer, expert in self.ranked_absent()[:count]:
+            if self._pool.allocator.available(PageKind.EXPERT) < self.pages_per_expert:
+                break
+            pages = self._pool.allocate(PageKind.EXPERT, self.pages_per_expert)
+            future = self._loader.submit(lambda key=(layer, expert, pages): self._copy(*key))
+            self._loading[layer, expert] = (pages, future)
+            self.counts[layer] += 1
+            started += 1
+        return started
+
+    def commit(self, *, wait: bool = False) -> None:
+        """Make experts visible whose copies completed; with `wait`, all of them. Only between steps."""
+        for key, (pages, future) in list(self._loading.items()):
+            if wait or future.done():
+                future.result()
+                del self._loading[key]
+                self._show(*key, pages)
+
+    def shrink(self, count: int) -> int:
+        """Retire the `count` lowest-ranked experts above the floor and free their pages. Only between steps; returns how many."""
+        self.commit(wait=True)
+        retired = 0
+        counts = list(self.counts)
+        for layer, expert in self._worst_resident():
+            if retired == count:
+                break
+            if counts[layer] > self.floor:
+                counts[layer] -= 1
+                self._retire(layer, expert)
+                retired += 1
+        return retired
+
+    def offer(self, layer: int, missed: Iterable[int], margin: float) -> None:
+        """Let missed experts of one layer take the pages of residents that they outrank by the factor `margin`."""
+        scores = self._ranking.scores[layer]
+        mask = self.resident[layer]
+        for expert in missed:
+            if not mask.any():
+                return
+            if (layer, expert) in self._loading:
+                continue
+            victim = int(np.where(mask, scores, np.inf).argmin())
+            if scores[expert] <= scores[victim] * margin:
+                continue
+            pages = [int(p) for p in self.entries[layer, victim]]
+            self._hide(layer, victim)
+            self._copy(layer, expert, pages)
+            self._show(layer, expert, pages)
+            self.swaps += 1
+
+    def close(self) -> None:
+        """Retire everything: all expert pages go back to the pool."""
+        self.commit(wait=True)
+        for layer, expert in np.argwhere(self.resident):
+            self._retire(int(layer), int(expert))
+
+    def check_integrity(self) -> None:
+        """Tables agree with one another and with the allocator; raises AssertionError otherwise."""
+        for layer, count in enumerate(self.counts):
+            loading = sum(1 for key in self._loading if key[0] == layer)
+            assert count == int(self.resident[layer].sum()) + loading, f"layer {layer} counts {count} experts"
+        visible = self.entries[self.resident]
+        assert (visible >= 0).all() and (self.entries[~self.resident] == -1).all(), "entries and resident flags disagree"
+        pages = [int(p) for p in visible.reshape(-1)] + [p for own, _ in self._loading.values() for p in own]
+        assert len(pages) == len(set(pages)), "two experts share a page"
+        assert all(self._pool.allocator.owner_of(p) is PageKind.EXPERT for p in pages), "an expert's page is not an expert page"
+
+    def _copy(self, layer: int, expert: int, pages: list[int]) -> None:
+        source = self._host.expert(layer, expert)
+        self.view.write(pages, source.gate, source.up, source.down)
+
+    def _show(self, layer: int, expert: int, pages: list[int]) -> None:
+        self.entries[layer, expert] = pages
+        self.resident[layer, expert] = True
+        self._tiles[layer, expert] = self.view.expert(pages)
+        if self.rows is not None:
+            self.rows[layer, expert] = torch.tensor([self.view.row_of(p) for p in pages])
+
+    def _hide(self, layer: int, expert: int) -> None:
+        self.entries[layer, expert] = -1
+        self.resident[layer, expert] = False
+        del self._tiles[layer, expert]
+        if self.rows is not None:
+            self.rows[layer, expert] = 0
+
+    def _retire(self, layer: int, expert: int) -> None:
+        pages = [int(p) for p in self.entries[layer, expert]]
+        self._hide(layer, expert)
+        self._pool.free(pages)
+        self.counts[layer] -= 1
+
+    def _worst_resident(self) -> list[tuple[int, int]]:
+        return _ordered(self._ranking.scores, self.resident, descending=False)
+
+
+def _ordered(scores: NDArray[np.float64], mask: NDArray[np.bool_], *, descending: bool) -> list[tuple[int, int]]:
+    """(layer, expert) pairs of the mask by score. Equals go round the layers, so that no layer is preferred where nothing is known."""
+    layers = scores.shape[0]
+    flat = np.flatnonzero(mask.T)
+    order = flat[np.argsort(-scores.T.reshape(-1)[flat], kind="stable")]
+    if not descending:
+        order = order[::-1]
+    return [(int(i) % layers, int(i) // layers) for i in order]

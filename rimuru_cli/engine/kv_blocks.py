@@ -1,0 +1,174 @@
+"""Token blocks: the KV pages of a few tokens over all layers, shared between sequences with a common beginning.
+
+A block holds `block_tokens` tokens: one KV page per attention layer, taken and freed together. Blocks form a tree: a full block's
+children continue it. When a sequence ends, its blocks stay in the tree (without users) until their pages are wanted elsewhere, so the next
+turn of a chat finds everything that was computed before. A block that was left partly filled is found too; its tokens are
+copied into a fresh block, because two continuations cannot write into one page.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rimuru_cli.engine.memory.geometry import PageKind
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.memory.views import KVView
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(eq=False, slots=True)
+class TokenBlock:
+    """KV pages of up to `block_tokens` consecutive tokens over all layers.
+
+    Attributes:
+        pages: one entry per layer.
+        keys, values: views [block_tokens, num_kv_heads, head_dim] into those pages, one per layer.
+        users: sequences that hold this block.
+        tokens: the block's token ids once it is in the tree, else None.
+        parent: the block before it (None at the beginning of a text).
+        children: blocks that continue this one, by their token ids.
+    """
+
+    pages: list[int]
+    keys: list[Tensor]
+    values: list[Tensor]
+    users: int = 1
+    tokens: Tokens | None = None
+    parent: TokenBlock | None = None
+    children: dict[Tokens, TokenBlock] = field(default_factory=dict)
+
+
+@dataclass
+class Match:
+    """What the tree holds of a text: whole blocks to share, and a block of which the first `partial_tokens` tokens fit."""
+
+    blocks: list[TokenBlock]
+    partial: TokenBlock | None
+    partial_tokens: int
+
+
+class KVBlocks:
+    """Allocates token blocks from the pool and keeps the tree of reusable ones."""
+
+    def __init__(self, pool: PagePool, view: KVView, num_layers: int) -> None:
+        self._pool = pool
+        self._view = view
+        self.num_layers = num_layers
+        self.block_tokens = view.block_tokens
+        self._roots: dict[Tokens, TokenBlock] = {}
+        # Blocks of the tree without users, least recently used first.
+        self._idle: OrderedDict[TokenBlock, None] = OrderedDict()
+
+    @property
+    def idle_pages(self) -> int:
+        """Pages held only for reuse; they can be taken at any time."""
+        return len(self._idle) * self.num_layers
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens occupy."""
+        return -(-num_tokens // self.block_tokens)
+
+    def allocate(self, count: int) -> list[TokenBlock]:
+        """Take `count` blocks, all or none.
+
+        Raises:
+            OutOfPages: if the pool has too few free KV pages; nothing was taken.
+        """
+        pages = self._pool.allocate(PageKind.KV, count * self.num_layers)
+        blocks = []
+        for start in range(0, len(pages), self.num_layers):
+            own = pages[start : start + self.num_layers]
+            blocks.append(TokenBlock(own, [self._view.keys(p) for p in own], [self._view.values(p) for p in own]))
+        return blocks
+
+    def match(self, tokens: Sequence[int]) -> Match:
+        """Find the longest beginning of `tokens` in the tree and hold its whole blocks for the caller."""
+        size, found, level, done = self.block_tokens, [], self._roots, 0
+        while done + size <= len(tokens):
+            block = level.get(tuple(tokens[done : done + size]))
+            if block is None:
+                break
+            found.append(block)
+            level, done = block.children, done + size
+        rest = tokens[done : done + size]
+        best, best_tokens = None, 0
+        for key, block in level.items():
+            common = _common_prefix(key, rest)
+            if common > best_tokens:
+                best, best_tokens = block, common
+        for block in found:
+            self.hold(block)
+        return Match(found, best, best_tokens)
+
+    def hold(self, block: TokenBlock) -> None:
+        """Add a user."""
+        if block.users == 0:
+            self._idle.pop(block)
+        block.users += 1
+
+    def copy_tokens(self, source: TokenBlock, target: TokenBlock, count: int) -> None:
+        """Copy the first `count` tokens' keys and values of `source` into `target`."""
+        for layer in range(self.num_layers):
+            target.keys[layer][:count] = source.keys[layer][:count]
+            target.values[layer][:count] = source.values[layer][:count]
+
+    def remember(self, blocks: Sequence[TokenBlock], tokens: Sequence[int]) -> None:
+        """Put a sequence's computed blocks into the tree; `tokens` are the ids whose keys and values are stored, in order."""
+        size, level, parent = self.block_tokens, self._roots, None
+        for index, block in enumerate(blocks):
+            own = tuple(tokens[index * size : (index + 1) * size])
+            if not own:
+                return
+            known = level.get(own)
+            if known is None:
+                block.tokens, block.parent = own, parent
+                level[own] = known = block
+            # Where the same text was stored before, that block stays and ours is freed on release; what follows is filed behind it.
+            level, parent = known.children, known
+
+    def release(self, blocks: Sequence[TokenBlock]) -> None:
+        """Give up one use of each block; blocks of the tree stay for reuse, others are freed."""
+        # Last block first, so that the end of a text is given up before its beginning.
+        for block in reversed(blocks):
+            block.users -= 1
+            assert block.users >= 0, "a token block was released more often than it was held"
+            if block.users:
+                continue
+            if block.tokens is None:
+                self._free(block)
+            else:
+                self._idle[block] = None
+
+    def evict(self, num_pages: int) -> int:
+        """Free idle blocks, least recently used and outermost first, until `num_pages` pages came free; returns how many did."""
+        freed = 0
+        while freed < num_pages and self._idle:
+            # A block whose continuation is still held is held by the same sequence, so idle blocks have idle children only.
+            block = next(iter(self._idle))
+            while block.children:
+                block = next(iter(block.children.values()))
+            del self._idle[block]
+            level = self._roots if block.parent is None else block.parent.children
+            assert block.tokens is not None, "an idle block is always in the tree"
+            del level[block.tokens]
+            self._free(block)
+            freed += self.num_layers
+        return freed
+
+    def _free(self, block: TokenBlock) -> None:
+        self._pool.free(block.pages)
+        block.pages, block.keys, block.values = [], [], []
+
+
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length

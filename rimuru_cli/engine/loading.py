@@ -1,0 +1,162 @@
+"""From a checkpoint folder to the parts of an engine: memory plan, pool, model, resident experts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from rimuru_cli.engine.config import EngineConfig, MemoryPlan, Progress, plan_memory, program_bytes
+from rimuru_cli.engine.experts.adjuster import AdjusterConstants
+from rimuru_cli.engine.experts.executor import PooledExperts, TransferCosts
+from rimuru_cli.engine.experts.host_store import HostStore
+from rimuru_cli.engine.experts.hotset import load_profile
+from rimuru_cli.engine.experts.ranking import ExpertRanking
+from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.streaming import LoadingBuffers
+from rimuru_cli.engine.experts.transfer import Loader
+from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.memory.geometry import PageKind
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.memory.views import ExpertView, KVView
+from rimuru_cli.engine.model_runner import ModelRunner
+from rimuru_cli.engine.stats import EngineInfo
+from rimuru_cli.engine.tokenizer import config_eos_ids
+from rimuru_kernels.backend import select_backend
+from rimuru_models import load_model
+from rimuru_models.index import model_identity
+from rimuru_models.interfaces import CausalLM
+from rimuru_models.weights import CheckpointReader
+
+_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
+
+
+@dataclass
+class Parts:
+    """Everything an engine is made of."""
+
+    info: EngineInfo
+    plan: MemoryPlan
+    reader: CheckpointReader
+    model: CausalLM
+    pool: PagePool
+    blocks: KVBlocks
+    host: HostStore
+    residency: Residency
+    buffers: LoadingBuffers
+    loader: Loader
+    experts: PooledExperts
+    runner: ModelRunner
+    eos_ids: frozenset[int]
+
+
+def load_parts(model_dir: Path, config: EngineConfig, progress: Progress | None) -> Parts:
+    """Open the checkpoint, divide the memory, load dense weights and the best-ranked experts.
+
+    Raises:
+        CheckpointError, NotFoundError: the folder holds no usable checkpoint.
+        DoesNotFitError: the memory ceiling is too small.
+        UsageError: the hotset profile is not for this model.
+    """
+    report = progress or (lambda stage, done, total: None)
+    program = program_bytes()
+    reader = CheckpointReader(model_dir)
+    try:
+        return _build(reader, model_dir, config, program, report)
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, program: int, report: Progress) -> Parts:
+    model_config = reader.config
+    plan = plan_memory(model_config, reader.expert_dtype, config, program)
+    host = HostStore(reader)
+    ranking = ExpertRanking(host.num_layers, host.num_experts, config.decay)
+    profile = None
+    if config.profile is not None:
+        profile = load_profile(
+            config.profile, identity=model_identity(model_dir), num_layers=host.num_layers, num_experts=host.num_experts
+        )
+        ranking.seed(profile.probabilities)
+    model = load_model(reader, torch.float32, lambda done, total: report("dense weights", done, total))
+    pool = PagePool(plan.geometry, plan.pool, poison=config.poison)
+    f, d = model_config.expert_intermediate, model_config.hidden_size
+    expert_view = ExpertView(pool, f, d, reader.expert_dtype)
+    kv_view = KVView(pool, model_config.num_kv_heads, model_config.head_dim, plan.block_tokens, torch.float32)
+    pages_per_expert = plan.geometry.pages_per_expert
+    loader = Loader()
+    buffers = LoadingBuffers(pool, expert_view, capacity=plan.buffer_experts, pages_per_expert=pages_per_expert)
+    residency = Residency(pool, expert_view, host, ranking, loader, floor=plan.floor, pages_per_expert=pages_per_expert)
+    costs = _fill(residency, host, ranking, pool, report)
+    experts = PooledExperts(
+        host=host,
+        residency=residency,
+        ranking=ranking,
+        buffers=buffers,
+        loader=loader,
+        costs=costs,
+        moe_layers=model_config.moe_layers,
+        top_k=model_config.top_k,
+        expert_shape=(f, d),
+        mode=config.moe_mode,
+    )
+    host.bytes_read = 0
+    blocks = KVBlocks(pool, kv_view, model_config.num_layers)
+    backend = select_backend()
+    info = EngineInfo(
+        model=model_dir.resolve().name,
+        architecture=model_config.architecture,
+        num_layers=model_config.num_layers,
+        num_moe_layers=host.num_layers,
+        num_experts=host.num_experts,
+        top_k=model_config.top_k,
+        context_limit=plan.context,
+        model_context=model_config.max_positions,
+        device="cpu",
+        backend_reason=backend.reason,
+        weight_dtype=_DTYPE_NAMES[reader.expert_dtype],
+        memory_bytes=plan.ceiling,
+        pool_bytes=plan.pool,
+        dense_bytes=plan.dense,
+        workspace_bytes=plan.workspace,
+        page_bytes=plan.geometry.expert_page_bytes,
+        expert_bytes=host.expert_bytes,
+        block_tokens=plan.block_tokens,
+        notices=_notices(plan, config, model_config.max_positions),
+        profile=str(config.profile) if profile is not None else None,
+    )
+    runner = ModelRunner(model, experts)
+    return Parts(info, plan, reader, model, pool, blocks, host, residency, buffers, loader, experts, runner, frozenset(config_eos_ids(model_dir)))
+
+
+def _fill(residency: Residency, host: HostStore, ranking: ExpertRanking, pool: PagePool, report: Progress) -> TransferCosts:
+    """Load the floor of every layer, then the best-ranked experts while free blocks to spare remain; measure the host tier on the way."""
+    wanted = [(layer, expert) for layer in range(host.num_layers) for expert in ranking.order(layer)[: residency.floor]]
+    spare = AdjusterConstants().high_free + residency.pages_per_expert
+    room = max(0, pool.allocator.available(PageKind.EXPERT) - len(wanted) * residency.pages_per_expert - spare) // residency.pages_per_expert
+    chosen = set(wanted)
+    wanted += [pair for pair in residency.ranked_absent() if pair not in chosen][:room]
+    total = len(wanted) * host.expert_bytes
+    first_reads = []
+    for index, (layer, expert) in enumerate(wanted):
+        started = time.perf_counter()
+        residency.fill(layer, expert)
+        first_reads.append(time.perf_counter() - started)
+        report("experts", (index + 1) * host.expert_bytes, total)
+    # The median ignores start-up effects; the second number is the same copy once the bytes are in memory.
+    first_reads.sort()
+    started = time.perf_counter()
+    residency.refill(*wanted[0])
+    return TransferCosts(first_reads[len(first_reads) // 2], time.perf_counter() - started)
+
+
+def _notices(plan: MemoryPlan, config: EngineConfig, model_context: int) -> tuple[str, ...]:
+    """What the person should know about how the model is run here."""
+    notices = []
+    wanted = min(model_context, config.context or model_context)
+    if plan.context < wanted:
+        notices.append(f"The memory ceiling allows {plan.context:,} tokens of context instead of {wanted:,}; a higher --memory allows more.")
+    return tuple(notices)

@@ -1,0 +1,205 @@
+"""Memory views: what the bytes of a page mean. Each view turns entries into tensors over the pool's own bytes; nothing is copied.
+
+    ExpertView   one projection, or one row tile of it: gate and up [f/t, d], down [d/t, f]
+    KVView       one token block of one layer: K [B, Hkv, D], then V [B, Hkv, D]
+    SSMView      one layer's recurrent state of one sequence: [Hv, dk, dv]
+    ConvView     one row of a convolution state: [C]; m rows that follow each other are the state [m, C]
+
+A view does not know who owns a page: reading through the wrong one gives nonsense, not an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind
+from rimuru_cli.engine.memory.page_pool import PagePool
+
+GATE, UP, DOWN = 0, 1, 2
+"""Order of the projections in an expert's entries."""
+
+
+class _View:
+    """Pages of one kind and dtype. Offsets are in elements of that dtype."""
+
+    def __init__(self, pool: PagePool, kind: PageKind, elements: int, dtype: torch.dtype) -> None:
+        layout = pool.geometry.layout(kind)
+        if elements * dtype.itemsize != layout.page_bytes:
+            raise ValueError(
+                f"A {kind.value} page of this pool has {layout.page_bytes} bytes, "
+                f"but the view's shape takes {elements} x {dtype.itemsize} bytes."
+            )
+        self.pool = pool
+        self.dtype = dtype
+        self._data = pool.typed(dtype)
+        self._base = self._data.storage_offset()
+        self._per_entry = ENTRY_BYTES // dtype.itemsize
+        self._stride = layout.stride_bytes // dtype.itemsize
+
+    def _at(self, entry: int, shape: tuple[int, ...], strides: tuple[int, ...], skip: int = 0) -> Tensor:
+        # as_strided checks bounds against the storage, which a negative entry need not leave.
+        assert entry >= 0, f"entry {entry} is not in the pool"
+        return self._data.as_strided(shape, strides, self._base + entry * self._per_entry + skip)
+
+
+class ExpertView(_View):
+    """Experts as gate, up and down projections of 1 or more row tiles each.
+
+    An expert's entries are gate tiles, then up tiles, then down tiles: 3·tiles of them, anywhere in the pool.
+
+    Args:
+        pool: where the pages lie.
+        f: intermediate size of an expert.
+        d: hidden size.
+        dtype: of the stored weights.
+
+    Raises:
+        ValueError: f, d and dtype do not make up the pool's expert page.
+    """
+
+    def __init__(self, pool: PagePool, f: int, d: int, dtype: torch.dtype) -> None:
+        self.f = f
+        self.d = d
+        self.tiles = pool.geometry.tiles
+        if f % self.tiles or d % self.tiles:
+            raise ValueError(f"{self.tiles} row tiles divide not both f = {f} and d = {d}.")
+        super().__init__(pool, PageKind.EXPERT, f * d // self.tiles, dtype)
+        self._wide = ((f // self.tiles, d), (d, 1))
+        self._tall = ((d // self.tiles, f), (f, 1))
+
+    def tiles_of(self, projection: int, entry: int) -> Tensor:
+        """Rows of one tile: [f/t, d] for projection 0 (gate) and 1 (up), [d/t, f] for 2 (down)."""
+        shape, strides = self._tall if projection == DOWN else self._wide
+        return self._at(entry, shape, strides)
+
+    def expert(self, entries: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """All tiles of one expert: (gate tiles, up tiles, down tiles), each a list of `tiles` tensors."""
+        t = self.tiles
+        assert len(entries) == 3 * t, f"an expert has {3 * t} pages, not {len(entries)}"
+        gate, up, down = ([self.tiles_of(p, entry) for entry in entries[p * t : (p + 1) * t]] for p in (GATE, UP, DOWN))
+        return gate, up, down
+
+    def write(self, entries: Sequence[int], gate: Tensor, up: Tensor, down: Tensor) -> None:
+        """Copies an expert into its pages, converting to the view's dtype.
+
+        Args:
+            entries: 3·tiles pages.
+            gate: [f, d].
+            up: [f, d].
+            down: [d, f].
+
+        Raises:
+            ValueError: a shape does not fit.
+        """
+        wide, tall = (self.f, self.d), (self.d, self.f)
+        if tuple(gate.shape) != wide or tuple(up.shape) != wide or tuple(down.shape) != tall:
+            raise ValueError(
+                f"gate, up and down must be {wide}, {wide} and {tall}, not {(*gate.shape,)}, {(*up.shape,)} and {(*down.shape,)}."
+            )
+        for tiles, source in zip(self.expert(entries), (gate, up, down), strict=True):
+            for tile, rows in zip(tiles, source.chunk(self.tiles), strict=True):
+                tile.copy_(rows)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether the whole pool may be read as `rows`, one whole projection a row."""
+        return self.tiles == 1 and self.pool.geometry.layout(PageKind.EXPERT).tail_bytes == 0
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The pool as [num_pages, f·d], a view; row `row_of(entry)` is the page at that entry. For gathers by index_select.
+
+        Rows that hold no expert now are other kinds' bytes. Only where `uniform`.
+        """
+        assert self.uniform, "expert pages do not lie at equal distances over the pool, or hold only part of a projection"
+        num_pages = self.pool.allocator.num_huge_pages * self.pool.geometry.pages_per_huge(PageKind.EXPERT)
+        return self._at(0, (num_pages, self.f * self.d), (self._stride, 1))
+
+    def row_of(self, entry: int) -> int:
+        """Row of `rows` that is the page at this entry."""
+        return entry * self._per_entry // self._stride
+
+
+class KVView(_View):
+    """Keys and values of one token block of one layer: K [B, Hkv, D], then V, in one page.
+
+    Args:
+        pool: where the pages lie.
+        kv_heads: key/value heads Hkv.
+        head_dim: elements D per head.
+        block_tokens: tokens B per page.
+        dtype: of the cache.
+
+    Raises:
+        ValueError: these do not make up the pool's KV page.
+    """
+
+    def __init__(self, pool: PagePool, kv_heads: int, head_dim: int, block_tokens: int, dtype: torch.dtype) -> None:
+        self.block_tokens = block_tokens
+        self._half = block_tokens * kv_heads * head_dim
+        super().__init__(pool, PageKind.KV, 2 * self._half, dtype)
+        self._shape = (block_tokens, kv_heads, head_dim)
+        self._strides = (kv_heads * head_dim, head_dim, 1)
+
+    def keys(self, entry: int) -> Tensor:
+        """[B, Hkv, D]."""
+        return self._at(entry, self._shape, self._strides)
+
+    def values(self, entry: int) -> Tensor:
+        """[B, Hkv, D]."""
+        return self._at(entry, self._shape, self._strides, self._half)
+
+
+class SSMView(_View):
+    """Recurrent states [Hv, dk, dv], one page each.
+
+    Args:
+        pool: where the pages lie.
+        shape: (Hv, dk, dv): value heads, key and value elements per head.
+        dtype: of the state.
+
+    Raises:
+        ValueError: the shape does not make up the pool's SSM page.
+        KeyError: the pool has no SSM pages.
+    """
+
+    def __init__(self, pool: PagePool, shape: tuple[int, int, int], dtype: torch.dtype = torch.float32) -> None:
+        heads, key_dim, value_dim = shape
+        super().__init__(pool, PageKind.SSM, heads * key_dim * value_dim, dtype)
+        self._shape = shape
+        self._strides = (key_dim * value_dim, value_dim, 1)
+
+    def state(self, entry: int) -> Tensor:
+        """[Hv, dk, dv]."""
+        return self._at(entry, self._shape, self._strides)
+
+
+class ConvView(_View):
+    """Convolution states [m, C], one page per row, m pages that follow each other (`allocate_runs`) per state.
+
+    Args:
+        pool: where the pages lie.
+        channels: C.
+        rows: m, the kernel width less one.
+        dtype: of the state.
+
+    Raises:
+        ValueError: a row does not make up the pool's conv page.
+        KeyError: the pool has no conv pages.
+    """
+
+    def __init__(self, pool: PagePool, channels: int, rows: int, dtype: torch.dtype) -> None:
+        super().__init__(pool, PageKind.CONV, channels, dtype)
+        self._shape = (rows, channels)
+        self._entry_stride = self._stride // self._per_entry
+
+    def rows(self, entries: Sequence[int]) -> Tensor:
+        """[m, C]: the state whose rows lie in these m pages, a view (rows may be further apart than C elements)."""
+        first = entries[0]
+        expected = range(first, first + self._shape[0] * self._entry_stride, self._entry_stride)
+        assert list(entries) == list(expected), f"the {self._shape[0]} rows of a state must follow each other, not lie at {list(entries)}"
+        return self._at(first, self._shape, (self._stride, 1))

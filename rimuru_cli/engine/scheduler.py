@@ -1,0 +1,149 @@
+"""Which tokens are computed in a step, and the pages they need: continuous batching with chunked prefill and preemption.
+
+Every step takes one token of each sequence that is generating (decode), then fills up to `max_batch_tokens` with pieces of prompts
+(prefill), oldest request first. Pages are taken before the step runs. If they are lacking, in this order: blocks kept only for
+reuse are evicted, experts are retired down to their floor (`make_room`, decided by the adjuster), and as a last resort the youngest sequence
+is preempted: its pages are freed and it will be computed again from its tokens.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.request import RequestStatus
+from rimuru_cli.engine.sequence import Sequence
+
+# Asks for room for so many KV pages beyond what is free now; returns whether that much became free.
+MakeRoom = Callable[[int], bool]
+
+
+@dataclass(frozen=True)
+class ScheduledRows:
+    """Tokens computed .. computed + count - 1 of a sequence, computed in this step."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the last row is the sequence's newest token, so that the next one is sampled from it."""
+        return self.count == self.sequence.pending
+
+
+class Scheduler:
+    """Waiting and running sequences of one engine."""
+
+    def __init__(
+        self, blocks: KVBlocks, available_pages: Callable[[], int], make_room: MakeRoom, *, max_batch_tokens: int, max_sequences: int
+    ) -> None:
+        self._blocks = blocks
+        self._available_pages = available_pages
+        self._make_room = make_room
+        self._max_batch_tokens = max_batch_tokens
+        self._max_sequences = max_sequences
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.preemptions = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def schedule(self) -> list[ScheduledRows]:
+        """Choose the rows of the next step and take the pages they need. Empty only if nothing waits or runs."""
+        plan: list[ScheduledRows] = []
+        budget = self._max_batch_tokens
+        # Decoding first: a sequence that answers must not stall behind somebody's long prompt.
+        for sequence in [s for s in self.running if s.pending == 1] + [s for s in self.running if s.pending > 1]:
+            if budget == 0 or sequence not in self.running:
+                continue
+            count = min(sequence.pending, budget)
+            if self._grow(sequence, count):
+                plan.append(ScheduledRows(sequence, count))
+                budget -= count
+        # A sequence taken into the plan may have been preempted by a later one's growth only if it was younger.
+        plan = [rows for rows in plan if rows.sequence in self.running]
+        while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            self.waiting.popleft()
+            count = min(sequence.pending, budget)
+            plan.append(ScheduledRows(sequence, count))
+            budget -= count
+        assert plan or not (self.running or self.waiting), "work is waiting but no row could be scheduled"
+        return plan
+
+    def remove(self, sequence: Sequence) -> None:
+        """Take a finished or cancelled sequence out; what it computed stays in the tree for reuse."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self._store(sequence)
+
+    def _store(self, sequence: Sequence) -> None:
+        self._blocks.remember(sequence.blocks, sequence.tokens[: sequence.computed])
+        self._blocks.release(sequence.blocks)
+        sequence.drop_blocks()
+
+    def _room(self, num_blocks: int) -> bool:
+        """Make sure that so many blocks can be allocated now, without preempting anyone."""
+        lacking = num_blocks * self._blocks.num_layers - self._available_pages()
+        if lacking <= 0:
+            return True
+        self._blocks.evict(lacking)
+        lacking = num_blocks * self._blocks.num_layers - self._available_pages()
+        return lacking <= 0 or self._make_room(num_blocks * self._blocks.num_layers)
+
+    def _grow(self, sequence: Sequence, count: int) -> bool:
+        """Get the blocks for `count` more tokens, preempting younger sequences if need be; False if this one was preempted instead."""
+        wanted = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
+        if wanted <= 0:
+            return True
+        while not self._room(wanted):
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        sequence.append_blocks(self._blocks.allocate(wanted))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._store(sequence)
+        sequence.request.status = RequestStatus.WAITING
+        self.waiting.appendleft(sequence)
+        self.preemptions += 1
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Start a waiting sequence if all its present tokens fit beside what runs; reuse what the tree holds of them."""
+        # One spare block for each running sequence, lest the newcomer be preempted as soon as one of them grows.
+        spare = len(self.running)
+        # At least the newest token is computed, since the next one is sampled from its result.
+        match = self._blocks.match(sequence.tokens[:-1])
+        shared = len(match.blocks)
+        wanted = self._blocks.blocks_for(len(sequence.tokens)) - shared
+        if match.partial is not None:
+            self._blocks.hold(match.partial)
+        fits = self._room(wanted + spare)
+        if not fits and match.partial is not None:
+            self._blocks.release([match.partial])
+            match.partial, match.partial_tokens = None, 0
+            fits = self._room(wanted + spare)
+        if not fits:
+            self._blocks.release(match.blocks)
+            assert self.running, "a sequence that was accepted does not fit into the pool on its own"
+            return False
+        sequence.append_blocks(match.blocks + self._blocks.allocate(wanted))
+        sequence.computed = shared * self._blocks.block_tokens
+        if match.partial is not None:
+            self._blocks.copy_tokens(match.partial, sequence.blocks[shared], match.partial_tokens)
+            self._blocks.release([match.partial])
+            sequence.computed += match.partial_tokens
+        self.running.append(sequence)
+        sequence.request.status = RequestStatus.RUNNING
+        return True

@@ -1,0 +1,107 @@
+"""From what a person types as MODEL to a folder: the demonstration model, a local folder, or a repository in the Hugging Face cache.
+
+Order: the demonstration model's name, then a folder that exists, then `org/name[@revision]`. A folder whose name is taken by something
+else is reached as `./name`. Nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+
+from rimuru_cli.hub import embedded
+from rimuru_cli.hub.manifest import Progress
+from rimuru_cli.hub.nearby import did_you_mean, near_folders, near_repositories
+from rimuru_cli.hub.snapshot import find_snapshot
+from rimuru_models.errors import NotFoundError, UsageError
+
+_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
+_REPOSITORY = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9_][A-Za-z0-9._/+-]{{0,199}}))?")
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+_EXPECTED = "MODEL is org/name, org/name@revision, a folder, or " + embedded.EMBEDDED_NAME
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that is ready to be opened.
+
+    Attributes:
+        name: what to show: the demonstration model's name, `org/name`, or the folder's name.
+        path: absolute path of the folder with config.json and the weights.
+        revision: commit of a repository's snapshot; None for folders.
+        embedded: whether it is the demonstration model.
+    """
+
+    name: str
+    path: Path
+    revision: str | None
+    embedded: bool
+
+
+def resolve_model(name: str | None = None, *, progress: Progress | None = None) -> ResolvedModel:
+    """Find the folder of a model; None is the demonstration model, which is built if need be (`progress` is told).
+
+    Raises:
+        UsageError: the name cannot be one of a model.
+        NotFoundError: no such folder or snapshot, or it is incomplete; says what is missing and what to type.
+        VerificationError, NoSpaceError, RimuruError: as `embedded.build` does.
+    """
+    if name is None or embedded.is_embedded_name(name):
+        return ResolvedModel(embedded.EMBEDDED_NAME, embedded.ensure(progress), None, True)
+    if not name.strip():
+        raise UsageError("The model's name is empty.", hint=_EXPECTED)
+    if any(unicodedata.category(letter) == "Cc" for letter in name):
+        raise UsageError(f"The model's name {name!r} has control characters in it.", hint=_EXPECTED)
+    path = _as_path(name)
+    if path is not None and path.is_dir():
+        return _local(path)
+    if path is not None and path.exists():
+        raise UsageError(
+            f"{name} is a file; a model is a folder with config.json and *.safetensors.", hint=f"the folder it is in: {path.parent}"
+        )
+    if _looks_like_path(name):
+        near = near_folders(path) if path is not None else []
+        raise NotFoundError(f"There is no folder {name}.", hint=did_you_mean(near) or "check the path")
+    return _repository(name)
+
+
+def _as_path(name: str) -> Path | None:
+    """The absolute path `name` stands for; None when this system cannot have such a path."""
+    try:
+        path = Path(name).expanduser().absolute()
+        path.exists()
+    except (OSError, RuntimeError, ValueError):  # too long, no such user after ~, not encodable
+        return None
+    return path
+
+
+def _looks_like_path(name: str) -> bool:
+    """Whether a person who typed this meant a path, not a repository."""
+    return name in (".", "..", "~") or name.startswith(("./", "../", "~", "/", ".\\", "..\\", "\\")) or bool(_DRIVE.match(name))
+
+
+def _local(path: Path) -> ResolvedModel:
+    if not (path / "config.json").is_file():
+        hint = "name the folder that has config.json, tokenizer.json and *.safetensors"
+        if any(path.glob("*.gguf")):
+            hint = "GGUF files are not read: " + hint
+        inner = sorted(child.parent for child in path.glob("*/config.json"))
+        inner += sorted(child.parent for child in path.glob("snapshots/*/config.json"))
+        raise NotFoundError(
+            f"{path} is not a model folder: it has no config.json.", hint=did_you_mean([str(one) for one in inner[:3]]) or hint
+        )
+    return ResolvedModel(path.resolve().name or str(path), path, None, False)
+
+
+def _repository(name: str) -> ResolvedModel:
+    match = _REPOSITORY.fullmatch(name)
+    if match is None or ".." in name or "--" in match["repository"] or match["repository"].endswith(".git"):
+        near = near_repositories(name) if name.isprintable() else []
+        if "/" not in name and re.fullmatch(_PART, name):
+            raise NotFoundError(f"There is no folder {name}, and no model of that name.", hint=did_you_mean(near) or _EXPECTED)
+        raise UsageError(f"{name!r} cannot be a model's name.", hint=did_you_mean(near) or _EXPECTED)
+    repository, revision = match["repository"], match["revision"]
+    folder = find_snapshot(repository, revision)
+    return ResolvedModel(repository, folder, folder.name, False)

@@ -1,0 +1,123 @@
+"""The table of contents of the command line: which verbs there are, and the one place where every error ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from rimuru_cli import __version__, errors
+from rimuru_cli.commands import _options as options
+from rimuru_cli.commands.bench import bench_app
+from rimuru_cli.commands.chat import chat
+from rimuru_cli.commands.config import config
+from rimuru_cli.commands.profile_hotset import profile_hotset
+from rimuru_cli.commands.run import run
+from rimuru_cli.output import Output, ReaderGone, prepare_streams
+
+EPILOG = "Examples:  rimuru chat  ·  echo 'Why is the sky blue?' | rimuru chat  ·  rimuru run ./my-model 'Hello' --json"
+
+app = typer.Typer(
+    name="rimuru",
+    help="Talk to Mixture-of-Experts models that are larger than the memory you give them.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel=options.TALK)(chat)
+app.command(rich_help_panel=options.TALK)(run)
+app.command(rich_help_panel=options.TUNE)(profile_hotset)
+app.add_typer(bench_app, name="bench", rich_help_panel=options.TUNE)
+app.command(rich_help_panel=options.SETUP)(config)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        Output().line(f"rimuru {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", "-V", help="Show the version and leave.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Talk to Mixture-of-Experts models that are larger than the memory you give them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code. Whatever goes wrong ends as a message, never as a traceback.
+
+    Args:
+        arguments: the words after `rimuru`; sys.argv's when None.
+    """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    prepare_streams()
+    _leave_cleanly_when_terminated()
+    out = Output(json=_asks_for_json(words))
+    try:
+        code = app(args=words, prog_name="rimuru", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except ReaderGone:
+        _silence_stdout()
+        return 0
+    except typer.TyperException as error:
+        # No message: Typer has printed the help of a command that was given nothing.
+        message = error.format_message()
+        if not message:
+            return error.exit_code
+        failure = errors.Failure(message, f"{_command_words(words)} -h lists what is possible.", error.exit_code)
+        return _report(lambda: errors.show(failure, out))
+    except typer.Abort:
+        return errors.INTERRUPTED
+    except SystemExit as leaving:  # the shell completion and a terminated process leave this way
+        return leaving.code if isinstance(leaving.code, int) else 1
+    except BaseException as error:  # the end of the line for every error, Ctrl-C included
+        cause = error
+        return _report(lambda: errors.report(cause, out))
+
+
+def _report(speak: Callable[[], int]) -> int:
+    """Say what went wrong; if nobody listens any more, only the exit code is left to say it."""
+    try:
+        return speak()
+    except ReaderGone:
+        _silence_stdout()
+        return 1
+
+
+def _asks_for_json(words: Sequence[str]) -> bool:
+    """Whether --json is among the flags. Needed before parsing, for the errors of parsing itself."""
+    flags = words[: words.index("--")] if "--" in words else words
+    return "--json" in flags
+
+
+def _command_words(words: Sequence[str]) -> str:
+    known = {"chat", "run", "profile-hotset", "bench", "config"}
+    return f"rimuru {words[0]}" if words and words[0] in known else "rimuru"
+
+
+def _silence_stdout() -> None:
+    """Point stdout at nothing, so that Python does not complain about the closed pipe when it flushes at exit."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        descriptor = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(descriptor, sys.stdout.fileno())
+        os.close(descriptor)
+
+
+def _leave_cleanly_when_terminated() -> None:
+    """Let SIGTERM unwind the stack, so that the terminal is restored and temporary files are removed."""
+    if threading.current_thread() is threading.main_thread():
+
+        def leave(signum: int, frame: object) -> None:
+            sys.exit(128 + signum)
+
+        signal.signal(signal.SIGTERM, leave)

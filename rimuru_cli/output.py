@@ -1,0 +1,264 @@
+"""The one mouth of the command line: data goes to stdout, everything else to stderr.
+
+Escape codes appear only on a terminal, and never when NO_COLOR is set. Text that comes from a model or a checkpoint cannot smuggle its own
+escape codes onto the screen: control characters are replaced before they reach a terminal (and left alone in a pipe, where bytes matter).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import sys
+import time
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TextIO
+
+Style = Literal["dim", "bold", "red", "yellow", "green", "cyan"]
+Progress = Callable[[str, int, int], None]
+
+_CODES: dict[Style, str] = {"dim": "2", "bold": "1", "red": "31", "yellow": "33", "green": "32", "cyan": "36"}
+# C0 and C1 control characters except newline and tab; a terminal would obey them.
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
+_REDRAW_SECONDS = 0.1
+
+
+class ReaderGone(Exception):
+    """Whoever read our stdout has closed it (`rimuru … | head`): stop quietly."""
+
+
+def prepare_streams() -> None:
+    """Make stdout and stderr UTF-8 whatever the locale says; what cannot be encoded (lone surrogates) becomes '?'."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(encoding="utf-8", errors="replace")
+
+
+class Output:
+    """Prints for one invocation of a command.
+
+    Attributes:
+        json: machine-readable mode: stdout carries JSON only, and no progress bars are drawn.
+    """
+
+    def __init__(self, *, json: bool = False) -> None:
+        self.json = json
+        self._bar_shown = False
+
+    # The streams are looked up on every call, so that a test (or a caller) that swaps sys.stdout is respected.
+    @property
+    def stdout(self) -> TextIO:
+        """Where data goes."""
+        return sys.stdout
+
+    @property
+    def stderr(self) -> TextIO:
+        """Where everything else goes."""
+        return sys.stderr
+
+    def data(self, text: str) -> None:
+        """Write text to stdout as it is, without a newline, and flush it.
+
+        Raises:
+            ReaderGone: the reading end of the pipe was closed.
+        """
+        try:
+            self.stdout.write(text.translate(_CONTROLS) if is_terminal(self.stdout) else text)
+            self.stdout.flush()
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+
+    def line(self, text: str = "") -> None:
+        """Write one line of data to stdout."""
+        self.data(text + "\n")
+
+    def emit(self, value: object, *, compact: bool = False) -> None:
+        """Write one JSON value to stdout; compact puts it on a single line (NDJSON). NaN and infinities become null."""
+        self.line(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=None if compact else 2))
+
+    def note(self, text: str, style: Style | None = None) -> None:
+        """Write one line to stderr."""
+        self.write_note(text + "\n", style)
+
+    def write_note(self, text: str, style: Style | None = None) -> None:
+        """Write text to stderr without a newline. A closed stderr is not an error."""
+        clean = text.translate(_CONTROLS) if is_terminal(self.stderr) else text
+        with contextlib.suppress(BrokenPipeError):
+            self.stderr.write(self.paint(clean, style, self.stderr))
+            self.stderr.flush()
+
+    def warn(self, text: str) -> None:
+        """Say on stderr that something is not as asked for, without stopping."""
+        self.note(f"warning: {text}", "yellow")
+
+    def paint(self, text: str, style: Style | None, stream: TextIO) -> str:
+        """Return the text in the style if the stream is a terminal that shows colours, else unchanged."""
+        if style is None or not text.strip() or not shows_colours(stream):
+            return text
+        body = text.rstrip("\n")
+        return f"\x1b[{_CODES[style]}m{body}\x1b[0m{text[len(body) :]}"
+
+    @contextlib.contextmanager
+    def progress(self, unit: Literal["bytes", "items"] = "bytes") -> Iterator[Progress]:
+        """Give a function (stage, done, total) that draws a bar on stderr; the bar is wiped at the end, also on Ctrl-C.
+
+        Nothing is drawn in JSON mode or when stderr is not a terminal. total 0 means unknown.
+        """
+        if self.json or not is_terminal(self.stderr):
+            yield lambda stage, done, total: None
+            return
+        bar = _Bar(self.stderr, unit)
+        try:
+            yield bar.update
+        finally:
+            bar.wipe()
+
+
+class _Bar:
+    """One line on a terminal, redrawn at most ten times a second, with carriage returns only (no escape codes)."""
+
+    def __init__(self, stream: TextIO, unit: str) -> None:
+        self.stream = stream
+        self.unit = unit
+        self.width = 0
+        self.stage: str | None = None
+        self.drawn_at = -math.inf
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage == self.stage and done < total and now - self.drawn_at < _REDRAW_SECONDS:
+            return
+        self.stage, self.drawn_at = stage, now
+        columns = max(20, terminal_columns(self.stream) - 1)
+        show = format_bytes if self.unit == "bytes" else str
+        amount = f"{show(done)} of {show(total)}" if total > 0 else show(done) if done else ""
+        text = f"{stage}  {bar(done / total, 24)}  {amount}" if total > 0 else f"{stage}  {amount}"
+        text = text.translate(_CONTROLS).replace("\n", " ")[:columns].rstrip()
+        self._write("\r" + text.ljust(self.width))
+        self.width = len(text)
+
+    def wipe(self) -> None:
+        if self.width:
+            self._write("\r" + " " * self.width + "\r")
+            self.width = 0
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.stream.write(text)
+            self.stream.flush()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Whether the stream is a terminal (False for closed or replaced streams)."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
+
+
+def shows_colours(stream: TextIO) -> bool:
+    """Whether escape codes may be written: a terminal, NO_COLOR unset or empty, not a dumb terminal."""
+    if not is_terminal(stream) or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return False
+    # The old Windows console needs a mode switch that Windows Terminal and others do not; plain text is the safe choice there.
+    return sys.platform != "win32" or any(name in os.environ for name in ("WT_SESSION", "ANSICON", "TERM"))
+
+
+def terminal_columns(stream: TextIO) -> int:
+    """Width of the terminal in columns; 80 when it cannot be told."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def bar(share: float, width: int = 24, full: str = "█", empty: str = "░") -> str:
+    """Draw a share between 0 and 1 as a bar of `width` characters."""
+    filled = round(min(1.0, max(0.0, share)) * width)
+    return full * filled + empty * (width - filled)
+
+
+def format_bytes(num_bytes: int | float) -> str:
+    """Write a size for people: 1536 -> '1.5 KiB'. JSON carries plain integers instead."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def format_share(share: float | None) -> str:
+    """Write a share for people: 0.512 -> '51 %'; None -> '-'."""
+    return "-" if share is None or not math.isfinite(share) else f"{share * 100:.0f} %"
+
+
+def display_width(text: str) -> int:
+    """Columns that the text takes on a terminal: wide characters count two, combining ones none."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Lay out rows under headers in aligned columns; numbers are flush right. Returns lines without a final newline."""
+    cells = [[str(value) for value in row] for row in rows]
+    right = [bool(rows) and all(isinstance(row[i], (int, float)) for row in rows) for i in range(len(headers))]
+    widths = [max(display_width(line[i]) for line in [list(headers), *cells]) for i in range(len(headers))]
+
+    def draw(line: Sequence[str]) -> str:
+        padded = []
+        for text, width, flush_right in zip(line, widths, right, strict=True):
+            space = " " * (width - display_width(text))
+            padded.append(space + text if flush_right else text + space)
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([draw(headers), "  ".join("-" * width for width in widths), *map(draw, cells)])
+
+
+def print_report(report: Mapping[str, Any], out: Output) -> None:
+    """Print a measurement: with --json as it is, else plain values on stderr and everything that has rows as tables on stdout.
+
+    Rows are lists of dicts ("rows"), or dicts of dicts, whose keys become the first column.
+    """
+    if out.json:
+        out.emit(report)
+        return
+    for key, value in report.items():
+        if isinstance(value, Mapping) and value and all(isinstance(item, Mapping) for item in value.values()):
+            out.line(rows_table([{key: name, **item} for name, item in value.items()]))
+        elif isinstance(value, (list, tuple)) and value and all(isinstance(item, Mapping) for item in value):
+            out.line(rows_table(value))
+        elif isinstance(value, Mapping):
+            out.note(f"{_title(key)}: " + ", ".join(f"{_title(name)} {_short(item)}" for name, item in value.items()), "dim")
+        else:
+            out.note(f"{_title(key)}: {_short(value)}", "dim")
+
+
+def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Lay out dicts as a table; a column for every key that any of them has."""
+    headers = list(dict.fromkeys(key for row in rows for key in row))
+    return table([_title(header) for header in headers], [[_short(row.get(header)) for header in headers] for row in rows])
+
+
+def _title(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _short(value: object) -> object:
+    """A cell of a table: floats with four significant digits, None as a dash."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    return "-" if value is None else value
+
+
+def _finite(value: Any) -> Any:
+    """Replace NaN and infinities, which JSON cannot carry, by None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

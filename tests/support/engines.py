@@ -1,0 +1,73 @@
+"""Engines over tiny checkpoints, and the same model in plain memory as their oracle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from rimuru_cli.engine.config import EngineConfig, MemoryPlan, plan_memory
+from rimuru_cli.engine.engine import Engine
+from rimuru_cli.engine.request import Request, SamplingParams
+from rimuru_models import load_model
+from rimuru_models.interfaces import ForwardContext
+from rimuru_models.resident import ResidentExperts, ResidentKVCache
+from rimuru_models.weights import CheckpointReader
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+
+
+def plan_for(folder: Path, config: EngineConfig | None = None) -> MemoryPlan:
+    """The memory plan of a checkpoint with a pool that holds everything."""
+    with CheckpointReader(folder) as reader:
+        return plan_memory(reader.config, reader.expert_dtype, config or EngineConfig(), program=0)
+
+
+def load_engine(folder: Path, share: float = 1.0, config: EngineConfig | None = None) -> Engine:
+    """An engine whose pool lies between the smallest that works (share 0) and one that holds everything (share 1)."""
+    config = config or EngineConfig()
+    plan = plan_for(folder, config)
+    pool_bytes = plan.least_pool + int(share * (plan.full_pool - plan.least_pool))
+    return Engine.load(folder, replace(config, pool_bytes=pool_bytes, poison=True))
+
+
+def resident_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """Greedy tokens of the model in plain memory, one sequence, no pool."""
+    with CheckpointReader(folder) as reader, torch.inference_mode():
+        model = load_model(reader, torch.float32)
+        cache, experts = ResidentKVCache(reader.config), ResidentExperts(reader)
+        tokens, out, done = list(prompt), [], 0
+        for _ in range(count):
+            new = tokens[done:]
+            context = ForwardContext(torch.arange(done, len(tokens)), cache, experts)
+            hidden = model.forward(torch.tensor(new), context)
+            done = len(tokens)
+            token = int(model.logits(hidden[-1:]).argmax())
+            tokens.append(token)
+            out.append(token)
+        return out
+
+
+def run_all(engine: Engine, each_step: Callable[[], None] | None = None) -> None:
+    """Step until nothing is left to do, with all tables checked after every step."""
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+        if each_step is not None:
+            each_step()
+
+
+def answer(engine: Engine, prompt: Sequence[int], params: SamplingParams = GREEDY) -> Request:
+    """Run one request to its end."""
+    request = engine.submit(prompt, params)
+    run_all(engine)
+    return request
+
+
+def assert_all_free(engine: Engine) -> None:
+    """Close the engine and check that every page came back."""
+    engine.close()
+    engine.check_integrity()
+    assert engine.snapshot().free_bytes == engine.info.pool_bytes
