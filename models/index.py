@@ -68,7 +68,7 @@ def _shard_names(model_dir: Path) -> tuple[list[str], dict[str, str] | None]:
     if index_path.exists():
         weight_map = _weight_map(index_path)
         return sorted(set(weight_map.values())), weight_map
-    names = sorted(path.name for path in model_dir.glob("*.safetensors"))
+    names = sorted(path.name for path in model_dir.glob("*.safetensors") if not path.name.startswith("."))  # ._x: macOS metadata
     if names:
         return names, None
     pickles = sorted(path.name for pattern in _PICKLES for path in model_dir.glob(pattern))

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -61,11 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else list(arguments)
     prepare_streams()
-    _leave_cleanly_when_terminated()
     out = Output(json=_asks_for_json(words))
     try:
-        code = app(args=words, prog_name="rimuru", standalone_mode=False)
-        return code if isinstance(code, int) else 0
+        with _leaving_cleanly_when_terminated():
+            code = app(args=words, prog_name="rimuru", standalone_mode=False)
+        # Commands leave through sys.exit, so this is Typer's translation of a Ctrl-C.
+        return _report(lambda: errors.report(KeyboardInterrupt(), out)) if code == errors.INTERRUPTED else int(code or 0)
     except ReaderGone:
         _silence_stdout()
         return 0
@@ -78,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(lambda: errors.show(failure, out))
     except typer.Abort:
         return errors.INTERRUPTED
-    except SystemExit as leaving:  # the shell completion and a terminated process leave this way
+    except SystemExit as leaving:  # commands with an exit code of their own, shell completion, a terminated process
         return leaving.code if isinstance(leaving.code, int) else 1
     except BaseException as error:  # the end of the line for every error, Ctrl-C included
         cause = error
@@ -113,11 +114,18 @@ def _silence_stdout() -> None:
         os.close(descriptor)
 
 
-def _leave_cleanly_when_terminated() -> None:
+@contextlib.contextmanager
+def _leaving_cleanly_when_terminated() -> Iterator[None]:
     """Let SIGTERM unwind the stack, so that the terminal is restored and temporary files are removed."""
-    if threading.current_thread() is threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
-        def leave(signum: int, frame: object) -> None:
-            sys.exit(128 + signum)
+    def leave(signum: int, frame: object) -> None:
+        sys.exit(128 + signum)
 
-        signal.signal(signal.SIGTERM, leave)
+    previous = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)

@@ -20,7 +20,9 @@ def _top_ids(probabilities: Tensor, top_k: int) -> Tensor:
     """Ascending ids [T, top_k] of the largest entries of each row; ties go to the lower id."""
     tokens = probabilities.shape[0]
     least = torch.topk(probabilities, top_k).values[:, -1:]
-    ids = (probabilities >= least).nonzero().select(1, 1)  # row by row, ascending within a row
+    # "not below" rather than "at least": a NaN row then counts with all its entries, so no row has fewer than top_k, and the
+    # total alone tells whether every row has exactly that many.
+    ids = (probabilities < least).logical_not_().nonzero().select(1, 1)  # row by row, ascending within a row
     if ids.shape[0] == tokens * top_k:
         return ids.view(tokens, top_k)
     # a tie at the border (or NaN): torch.topk would pick any of the equals, a stable sort picks the first

@@ -31,14 +31,15 @@ def decode(
     json: options.JsonFlag = False,
 ) -> None:
     """Measure decoding speed, one token at a time."""
-    from rimuru_cli.bench.decode import run_decode_bench
-    from rimuru_cli.hub.resolve import resolve_model
     from rimuru_cli.settings import parse_share
 
     out = Output(json=json)
     share = parse_share(residency, "--residency")
     if versus not in (None, "transformers"):
         raise typer.BadParameter("only transformers can be compared with", param_hint="--vs")
+    from rimuru_cli.bench.decode import run_decode_bench
+    from rimuru_cli.hub.resolve import resolve_model
+
     with out.progress() as progress:
         resolved = resolve_model(model, progress=progress)
     with out.progress("items") as progress:

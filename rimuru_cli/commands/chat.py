@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import typer
+import sys
 
 from rimuru_cli.commands import _options as options
 from rimuru_cli.output import Output
@@ -32,4 +32,4 @@ def chat(
     from rimuru_cli.chat.talk import talk
     from rimuru_cli.settings import resolve
 
-    raise typer.Exit(talk(resolve(flags), Output(), system_file=system_file, stop=tuple(stop or ())))
+    sys.exit(talk(resolve(flags), Output(), system_file=system_file, stop=tuple(stop or ())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import typer
@@ -46,4 +47,4 @@ def run(
 
     single = SingleRun(raw=raw, stream=not json if stream is None else stream)
     settings = resolve(flags)
-    raise typer.Exit(answer_once(settings, prompt_from(prompt), Output(json=json), single, system_file=system_file, stop=tuple(stop or ())))
+    sys.exit(answer_once(settings, prompt_from(prompt), Output(json=json), single, system_file=system_file, stop=tuple(stop or ())))

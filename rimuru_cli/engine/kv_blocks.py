@@ -124,7 +124,7 @@ class KVBlocks:
             own = tuple(tokens[index * size : (index + 1) * size])
             if not own:
                 return
-            known = level.get(own)
+            known = block if block.tokens is not None else level.get(own)
             if known is None:
                 block.tokens, block.parent = own, parent
                 level[own] = known = block

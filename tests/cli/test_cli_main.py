@@ -42,7 +42,6 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     ) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", Stdin(stdin))
         monkeypatch.setattr(loading, "load_model", fake_loader(engine or FakeEngine(), speech, ("a small model.",)))
-        monkeypatch.setattr("signal.signal", lambda number, handler: None)
         code = main(arguments)
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -266,3 +265,5 @@ def test_a_loader_that_fails_in_any_way_is_explained(cli: Cli, monkeypatch: pyte
         assert main(["run", "m", "x"]) == expected
         captured = capsys.readouterr()
         assert captured.out == "" and "Traceback" not in captured.err and captured.err.strip()
+        assert main(["run", "m", "x", "--json"]) == expected
+        assert json.loads(capsys.readouterr().out)["error"]["exit_code"] == expected

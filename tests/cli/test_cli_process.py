@@ -112,8 +112,10 @@ class Screen:
 
     def leave(self) -> int:
         """Read to the end and return the exit code."""
-        while chunk := self._read():
+        deadline = time.monotonic() + 10.0
+        while select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))[0] and (chunk := self._read()):
             self.seen += chunk
+        assert time.monotonic() < deadline, f"it does not leave; the screen has {self.seen[-2000:]!r}"
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def _read(self) -> str:
@@ -156,8 +158,8 @@ def test_a_talk_on_a_terminal(screens: type[Screen], tmp_path: Path) -> None:
     screen.type("how are\\\r")
     screen.wait_for("...")
     screen.type("you\r")
-    screen.wait_for("\x1b[2mhm\x1b[0m")
-    screen.wait_for("Fine\ufffd[31m!")
+    screen.wait_for("\x1b[2mh\x1b[0m\x1b[2mm\x1b[0m\r\n")  # reasoning is dimmed
+    screen.wait_for("Fine\ufffd[31m!")  # and a model cannot colour the screen
     screen.wait_for("TTFT")
     screen.wait_for(">>>")
     screen.type("\x1b[200~two\nlines\x1b[201~\r")
@@ -167,7 +169,9 @@ def test_a_talk_on_a_terminal(screens: type[Screen], tmp_path: Path) -> None:
     screen.wait_for("<user>two")
     screen.wait_for("lines")
     screen.wait_for(">>>")
-    screen.type("/e\t\r")
+    screen.type("/e\t")
+    screen.wait_for("/exit")
+    screen.type("\r")
     assert screen.leave() == 0 and screen.echoes()
     history = (tmp_path / "home" / "data" / "history").read_text(encoding="utf-8")
     assert "+how are\\" in history and "+/exit" in history

@@ -140,3 +140,6 @@ def test_work_for_a_long_answer_is_linear(monkeypatch: pytest.MonkeyPatch) -> No
         stream(tokenizer, ids)
         assert sum(decoded) < 50 * len(ids)
         assert max(decoded) < 50
+    decoded.clear()
+    assert "".join(stream(tokenizer, [IM_END] * 400)) == ""
+    assert decoded == []

@@ -18,6 +18,8 @@ from rimuru_cli.engine.experts.adjuster import AdjusterStats, Decision
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
 LENGTHS = ((70, 40), (9, 60), (33, 12))
+# Just enough for the longest conversation, so that in the small pools sequences and experts really compete.
+CONTEXT = 144
 
 
 def _prompts(seed: int = 1) -> list[list[int]]:
@@ -69,8 +71,10 @@ def expected(checkpoints: dict[str, Path]) -> dict[str, list[list[int]]]:
 def test_every_pool_size_gives_the_resident_text(
     family: str, share: float, checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
-    engine = load_engine(checkpoints[family], share, EngineConfig(max_batch_tokens=24))
+    engine = load_engine(checkpoints[family], share, EngineConfig(max_batch_tokens=24, context=CONTEXT))
     assert _converse(engine) == expected[family]
+    if share < 0.6:
+        assert engine.snapshot().hit_rate < 1.0, "everything was resident, so nothing was tested"
     assert_all_free(engine)
 
 
@@ -80,7 +84,7 @@ def test_every_pool_size_gives_the_resident_text(
 def test_random_shrinks_and_expands_at_every_step(
     family: str, seed: int, mode: str, checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
-    config = EngineConfig(max_batch_tokens=24, adjuster=adversary(seed), moe_mode=mode)  # type: ignore[arg-type]
+    config = EngineConfig(max_batch_tokens=24, context=CONTEXT, adjuster=adversary(seed), moe_mode=mode)  # type: ignore[arg-type]
     engine = load_engine(checkpoints[family], 0.4, config)
     assert _converse(engine) == expected[family]
     assert len(engine.snapshot().events) > 5, "the adversary moved nothing"
@@ -107,7 +111,7 @@ def test_half_precision_checkpoints_are_computed_in_float32(dtype: torch.dtype, 
     folder = write_tiny_checkpoint(tmp_path / "half", "qwen3_moe", dtype=dtype, layout="fused")
     expected = resident_tokens(folder, _prompts()[0], 20)
     for share in (1.0, 0.2):
-        engine = load_engine(folder, share, EngineConfig(adjuster=adversary(3)))
+        engine = load_engine(folder, share, EngineConfig(adjuster=adversary(3), context=CONTEXT))
         request = engine.submit(_prompts()[0], GREEDY)
         run_all(engine)
         assert request.output_ids == expected
@@ -117,7 +121,7 @@ def test_half_precision_checkpoints_are_computed_in_float32(dtype: torch.dtype, 
 def test_tiled_projections_give_the_same_text(qwen3: Path, expected: dict[str, list[list[int]]]) -> None:
     """Projections above the page limit are cut into row tiles, as Mixtral's are."""
     for share in (1.0, 0.3, 0.0):
-        engine = load_engine(qwen3, share, EngineConfig(max_page_bytes=6400, adjuster=adversary(5)))
+        engine = load_engine(qwen3, share, EngineConfig(max_page_bytes=6400, adjuster=adversary(5), context=CONTEXT))
         assert engine.info.page_bytes <= 6400
         assert _converse(engine) == expected["qwen3_moe"]
         assert_all_free(engine)

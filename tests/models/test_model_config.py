@@ -197,7 +197,16 @@ def test_which_layers_slide() -> None:
     assert windows("qwen3_moe", sliding_window=9, use_sliding_window=True, max_window_layers=1) == [9] * 4
 
 
-INTEGERS = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings", "num_experts_per_tok"]  # fmt: skip
+INTEGERS = [
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_experts_per_tok",
+]
 WRONG: list[object] = [0, -1, 10**30, True, 64.0, float("nan"), float("inf"), "64", [64], {}]
 
 
@@ -270,7 +279,20 @@ def test_contradictions_and_unsupported_fields(family: str, changes: dict[str, A
     assert str(caught.value).startswith("some/config.json")
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b'{"a": 1, "a": 2}', b'{"a": NaN}', b"\xff\xfe", b"[" * 100_000, b'{"hidden_size": ' + b"[" * 900 + b"]" * 900 + b"}"])  # fmt: skip
+NO_CONFIG = [
+    b"",
+    b"[]",
+    b"null",
+    b"{",
+    b'{"a": 1, "a": 2}',
+    b'{"a": NaN}',
+    b"\xff\xfe",
+    b"[" * 100_000,
+    b'{"a": ' + b"[" * 900 + b"]" * 900 + b"}",
+]
+
+
+@pytest.mark.parametrize("content", NO_CONFIG, ids=lambda content: repr(content[:16]))
 def test_files_that_are_no_config(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):

@@ -26,10 +26,13 @@ def plan_for(folder: Path, config: EngineConfig | None = None) -> MemoryPlan:
 
 
 def load_engine(folder: Path, share: float = 1.0, config: EngineConfig | None = None) -> Engine:
-    """An engine whose pool lies between the smallest that works (share 0) and one that holds everything (share 1)."""
+    """An engine with room for `share` of the experts above the floor, next to the smallest context; share 1 holds everything and long chats."""
     config = config or EngineConfig()
     plan = plan_for(folder, config)
-    pool_bytes = plan.least_pool + int(share * (plan.full_pool - plan.least_pool))
+    with CheckpointReader(folder) as reader:
+        layers = len(reader.config.moe_layers)
+        experts = layers * (reader.config.num_experts - plan.floor) * plan.geometry.pages_per_expert * plan.geometry.expert_page_bytes
+    pool_bytes = plan.full_pool if share == 1.0 else plan.least_pool + int(share * experts)
     return Engine.load(folder, replace(config, pool_bytes=pool_bytes, poison=True))
 
 

@@ -42,10 +42,13 @@ class ExpertRanking:
 
     def begin_step(self, num_tokens: int) -> None:
         """Let `num_tokens` tokens pass: everything counted so far decays, what is added next counts in full."""
-        self._gain *= self.decay**-num_tokens
-        if self._gain > _MAX_GAIN:
-            self.scores /= self._gain
+        kept = self.decay**num_tokens
+        if kept * _MAX_GAIN < self._gain:
+            # The gain would grow too large (or overflow): apply it to the table and start again at 1.
+            self.scores *= kept / self._gain
             self._gain = 1.0
+        else:
+            self._gain /= kept
 
     def add_token(self, layer: int, expert_ids: Sequence[int], weights: Sequence[float]) -> None:
         """Count one token (a step of one token): `expert_ids` [top_k] with routing `weights` [top_k]."""

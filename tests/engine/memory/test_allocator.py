@@ -121,6 +121,15 @@ def test_fullest_huge_page_first() -> None:
     assert allocator.allocate(SSM, 1) == [states[5]]
 
 
+def test_lowest_free_huge_page_first() -> None:
+    allocator = make(PLAIN, 5)
+    pages = allocator.allocate(EXPERT, 5)
+    assert pages == [0, 8, 16, 24, 32]
+    for page in (24, 8, 16, 0):
+        allocator.free([page])
+    assert allocator.allocate(EXPERT, 4) == [0, 8, 16, 24]
+
+
 def test_merge_makes_the_bytes_good_for_any_kind() -> None:
     allocator = make(HYBRID, 1)
     for kind in (EXPERT, KV, SSM, CONV, KV, EXPERT):
@@ -147,7 +156,7 @@ def test_partial_free_merges_only_what_is_whole() -> None:
     "bad",
     [
         pytest.param(lambda pages: [*pages, pages[0]], id="twice in one call"),
-        pytest.param(lambda pages: [*pages, pages[0] + 1], id="middle of a page"),
+        pytest.param(lambda pages: [*pages[:3], pages[4] + 1], id="middle of a page"),
         pytest.param(lambda pages: [*pages, -1], id="absent"),
         pytest.param(lambda pages: [*pages, 24], id="free huge page"),
         pytest.param(lambda pages: [*pages, 12], id="free sibling"),

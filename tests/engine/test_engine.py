@@ -1,0 +1,229 @@
+"""The engine from outside: requests, reuse between turns, limits, cancellation, counters."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import GREEDY, answer, assert_all_free, load_engine, plan_for, resident_tokens, run_all
+from tiny_checkpoints import write_tiny_checkpoint
+
+from rimuru_cli.engine.config import EngineConfig, plan_memory
+from rimuru_cli.engine.engine import Engine
+from rimuru_cli.engine.request import RequestStatus, SamplingParams
+from rimuru_models.errors import CheckpointError, DoesNotFitError, UsageError
+from rimuru_models.weights import CheckpointReader
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+
+
+def test_a_second_turn_computes_only_what_is_new(qwen3: Path) -> None:
+    engine = load_engine(qwen3)
+    first = answer(engine, PROMPT)
+    assert first.timings.cached_tokens == 0
+    assert first.timings.computed_tokens == len(PROMPT) + 19  # the last sampled token is not computed
+    second_prompt = [*PROMPT, *first.output_ids, 7, 7, 7]
+    second = answer(engine, second_prompt)
+    assert second.timings.cached_tokens == len(PROMPT) + 19
+    assert second.timings.computed_tokens == 4 + 19
+    assert second.output_ids == resident_tokens(qwen3, second_prompt, 20)
+    assert_all_free(engine)
+
+
+def test_an_edited_message_reuses_everything_before_it(qwen3: Path) -> None:
+    engine = load_engine(qwen3)
+    answer(engine, PROMPT)
+    edited = [*PROMPT[:11], 100, 101, 102]
+    request = answer(engine, edited)
+    assert request.timings.cached_tokens == 11
+    assert request.output_ids == resident_tokens(qwen3, edited, 20)
+
+
+def test_asking_the_same_again_computes_one_token_of_the_prompt(qwen3: Path) -> None:
+    engine = load_engine(qwen3)
+    first = answer(engine, PROMPT)
+    again = answer(engine, PROMPT)
+    assert again.timings.cached_tokens == len(PROMPT) - 1
+    assert again.output_ids == first.output_ids
+
+
+def test_a_conversation_that_is_evicted_is_computed_again(qwen3: Path) -> None:
+    engine = load_engine(qwen3, 0.0, EngineConfig(context=96))
+    first = answer(engine, PROMPT, replace(GREEDY, max_tokens=60))
+    other = answer(engine, [99, *PROMPT], replace(GREEDY, max_tokens=74))
+    again = answer(engine, PROMPT, replace(GREEDY, max_tokens=60))
+    assert again.output_ids == first.output_ids
+    assert len(other.output_ids) == 74
+    assert_all_free(engine)
+
+
+def test_end_of_answer_tokens_stop_and_are_not_part_of_the_answer(qwen3: Path) -> None:
+    engine = load_engine(qwen3)
+    free = answer(engine, PROMPT).output_ids
+    engine.eos_ids = frozenset([free[7]])
+    stopped = answer(engine, PROMPT, replace(GREEDY, ignore_eos=False))
+    first = free.index(free[7])
+    assert stopped.output_ids == free[:first]
+    assert stopped.finish_reason == "stop"
+    assert answer(engine, PROMPT).finish_reason == "length"
+
+
+def test_the_context_limit_ends_an_answer(qwen3: Path) -> None:
+    engine = load_engine(qwen3, config=EngineConfig(context=32))
+    assert engine.info.context_limit == 32
+    request = answer(engine, PROMPT, SamplingParams(temperature=0.0, ignore_eos=True))
+    assert request.finish_reason == "length"
+    assert request.num_tokens == 32
+    assert_all_free(engine)
+
+
+def test_a_prompt_that_can_never_fit_is_refused_with_numbers(qwen3: Path) -> None:
+    engine = load_engine(qwen3, config=EngineConfig(context=32))
+    with pytest.raises(DoesNotFitError, match=r"40 tokens.*32 tokens"):
+        engine.submit([1] * 40, GREEDY)
+    with pytest.raises(DoesNotFitError):
+        engine.submit([1] * 32, GREEDY)
+    assert not engine.has_work
+    answer(engine, [1] * 31)
+
+
+def test_a_small_pool_limits_the_context_and_says_so(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "long", "qwen3_moe", max_position_embeddings=100_000)
+    engine = load_engine(folder, 0.0)
+    assert 512 <= engine.info.context_limit < 100_000 == engine.info.model_context
+    assert any(f"{engine.info.context_limit:,}" in notice for notice in engine.info.notices)
+    with pytest.raises(DoesNotFitError, match="memory ceiling"):
+        engine.submit([1] * 50_000, GREEDY)
+    # What the engine promises, it holds: a prompt that fills the whole context, with experts at the floor.
+    request = answer(engine, [i % 128 for i in range(engine.info.context_limit - 3)], replace(GREEDY, max_tokens=50))
+    assert request.finish_reason == "length" and len(request.output_ids) == 3
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("prompt", [[], [128], [-1]])
+def test_impossible_prompts(qwen3: Path, prompt: list[int]) -> None:
+    engine = load_engine(qwen3)
+    with pytest.raises(UsageError):
+        engine.submit(prompt, GREEDY)
+
+
+def test_a_ceiling_below_the_floor_says_the_minimum(qwen3: Path) -> None:
+    with pytest.raises(DoesNotFitError, match=r"needs at least \d+ MiB") as caught:
+        Engine.load(qwen3, EngineConfig(memory_bytes=1 << 20))
+    assert "--memory" in (caught.value.hint or "")
+
+
+def test_the_minimum_that_is_named_works_and_one_page_less_does_not(qwen3: Path) -> None:
+    with CheckpointReader(qwen3) as reader:
+        plan = plan_memory(reader.config, reader.expert_dtype, EngineConfig(), program=0)
+        assert plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=plan.minimum), program=0).pool == plan.least_pool
+        with pytest.raises(DoesNotFitError):
+            plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=plan.minimum - 1), program=0)
+
+
+@pytest.mark.parametrize("extra_mib", [0, 1, 7])
+def test_nothing_is_planned_beyond_the_ceiling(qwen3: Path, extra_mib: int) -> None:
+    ceiling = plan_for(qwen3).minimum + (extra_mib << 20)
+    with CheckpointReader(qwen3) as reader:
+        plan = plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=ceiling), program=0)
+    assert plan.program + plan.dense + plan.workspace + plan.pool <= ceiling
+
+
+def test_cancelling_frees_every_page(qwen3: Path) -> None:
+    engine = load_engine(qwen3, config=EngineConfig(max_batch_tokens=8))
+    waiting, running = engine.submit(PROMPT, GREEDY), engine.submit([*PROMPT, 1], GREEDY)
+    engine.step()
+    engine.cancel(running)
+    engine.check_integrity()
+    engine.step()
+    engine.cancel(waiting)
+    engine.cancel(waiting)
+    assert waiting.finish_reason == running.finish_reason == "cancelled"
+    assert waiting.status is RequestStatus.FINISHED
+    assert not engine.has_work and engine.step() == []
+    engine.check_integrity()
+    assert engine.snapshot().cached_kv_bytes == engine.snapshot().bytes_by_kind["kv"]
+    assert_all_free(engine)
+
+
+def test_closing_with_work_under_way_gives_everything_back(qwen3: Path) -> None:
+    engine = load_engine(qwen3, 0.5)
+    engine.submit(PROMPT, GREEDY)
+    engine.step()
+    assert_all_free(engine)
+    engine.close()
+
+
+def test_generate_cancels_when_its_reader_leaves(qwen3: Path) -> None:
+    engine = load_engine(qwen3)
+    tokens = engine.generate(PROMPT, GREEDY)
+    first = [next(tokens), next(tokens)]
+    tokens.close()
+    assert first == resident_tokens(qwen3, PROMPT, 2)
+    assert not engine.has_work
+
+
+def test_counters_add_up(qwen3: Path) -> None:
+    engine = load_engine(qwen3, 0.3, EngineConfig(context=64))
+    request = answer(engine, PROMPT)
+    snapshot = engine.snapshot()
+    selections = (len(PROMPT) + 19) * engine.info.num_moe_layers * engine.info.top_k
+    assert request.expert_uses == snapshot.expert_uses == selections
+    assert request.expert_hits == snapshot.expert_hits < selections
+    assert sum(snapshot.bytes_by_kind.values()) + snapshot.free_bytes + snapshot.tail_bytes == snapshot.pool_bytes
+    assert sum(snapshot.resident_by_layer) == snapshot.resident_experts < snapshot.total_experts
+    assert snapshot.to_dict()["hit_rate"] == request.expert_hits / request.expert_uses
+    assert request.timings.generated_tokens == len(request.output_ids) == 20
+    assert 0 < request.timings.prompt_seconds <= request.timings.ttft_seconds
+
+
+def test_everything_resident_hits_always(qwen3: Path) -> None:
+    engine = load_engine(qwen3, 1.0)
+    assert answer(engine, PROMPT).expert_hits == engine.snapshot().expert_uses
+    assert engine.snapshot().expert_bytes_read == 0
+
+
+def test_sampled_tokens_do_not_depend_on_the_company(qwen3: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=12, ignore_eos=True)
+    alone = answer(load_engine(qwen3), PROMPT, params).output_ids
+    engine = load_engine(qwen3)
+    request, other = engine.submit(PROMPT, params), engine.submit([1, 2, 3], replace(params, seed=12))
+    run_all(engine)
+    assert request.output_ids == alone and len(other.output_ids) == 12
+
+
+def test_a_checkpoint_full_of_nan_is_an_error_and_the_engine_survives_it(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "nan", "mixtral")
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    engine = load_engine(folder)
+    request = engine.submit(PROMPT, GREEDY)
+    with pytest.raises(CheckpointError, match="not numbers"):
+        engine.step()
+    engine.cancel(request)
+    assert_all_free(engine)
+
+
+def test_the_floor_of_resident_experts(qwen3: Path) -> None:
+    assert plan_for(qwen3).floor == 1  # min(2 * 3, ceil(8 / 8))
+    assert plan_for(qwen3, EngineConfig(expert_offload_limit=3)).floor == 5
+    engine = load_engine(qwen3, 0.0, EngineConfig(expert_offload_limit=3))
+    answer(engine, PROMPT, replace(GREEDY, max_tokens=100))
+    assert min(engine.snapshot().resident_by_layer) >= 5
+
+
+def test_the_threads_do_not_matter_for_greedy_text(qwen3: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        texts = []
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            texts.append(answer(load_engine(qwen3, 0.3), PROMPT).output_ids)
+        assert texts[0] == texts[1]
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,148 @@
+"""Token blocks and their tree: sharing, reuse of partly filled blocks, eviction."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from rimuru_cli.engine.kv_blocks import KVBlocks, TokenBlock
+from rimuru_cli.engine.memory.allocator import OutOfPages
+from rimuru_cli.engine.memory.geometry import PageKind, PoolGeometry
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.memory.views import KVView
+
+LAYERS, SIZE = 3, 4
+
+
+@pytest.fixture
+def pool() -> PagePool:
+    geometry = PoolGeometry.from_bytes(expert_page_bytes=4096, kv_page_bytes=SIZE * 2 * 2 * 8 * 4)
+    return PagePool(geometry, 64 * 4096, poison=True)
+
+
+@pytest.fixture
+def blocks(pool: PagePool) -> KVBlocks:
+    return KVBlocks(pool, KVView(pool, 2, 8, SIZE, torch.float32), LAYERS)
+
+
+def _store(blocks: KVBlocks, tokens: list[int]) -> list[TokenBlock]:
+    """A sequence that computed `tokens`, ended, and stays in the tree. Keys are the token ids, so contents can be checked."""
+    own = blocks.allocate(blocks.blocks_for(len(tokens)))
+    for position, token in enumerate(tokens):
+        for layer in range(LAYERS):
+            own[position // SIZE].keys[layer][position % SIZE] = token
+            own[position // SIZE].values[layer][position % SIZE] = -token
+    blocks.remember(own, tokens)
+    blocks.release(own)
+    return own
+
+
+def test_a_block_is_one_page_of_every_layer(blocks: KVBlocks, pool: PagePool) -> None:
+    own = blocks.allocate(2)
+    assert pool.allocator.owned(PageKind.KV) == 2 * LAYERS
+    assert len({page for block in own for page in block.pages}) == 2 * LAYERS
+    assert own[0].keys[0].shape == (SIZE, 2, 8)
+    blocks.release(own)
+    assert pool.allocator.owned(PageKind.KV) == 0
+
+
+def test_allocation_is_all_or_nothing(blocks: KVBlocks, pool: PagePool) -> None:
+    most = pool.allocator.available(PageKind.KV) // LAYERS
+    with pytest.raises(OutOfPages):
+        blocks.allocate(most + 1)
+    assert pool.allocator.owned(PageKind.KV) == 0
+    assert len(blocks.allocate(most)) == most
+
+
+def test_whole_blocks_are_shared(blocks: KVBlocks) -> None:
+    own = _store(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = blocks.match([1, 2, 3, 4, 5, 6, 7, 8, 9])
+    assert match.blocks == own and match.partial is None
+    assert [b.users for b in own] == [1, 1]
+    assert blocks.idle_pages == 0
+
+
+def test_the_longest_beginning_counts_even_within_a_block(blocks: KVBlocks) -> None:
+    own = _store(blocks, [1, 2, 3, 4, 5, 6])
+    _store(blocks, [1, 2, 3, 4, 5, 9, 9, 9])
+    match = blocks.match([1, 2, 3, 4, 5, 6, 7])
+    assert match.blocks == own[:1]
+    assert match.partial is own[1] and match.partial_tokens == 2
+    assert blocks.match([1, 2, 7]).partial_tokens == 2
+    assert blocks.match([8, 8]).partial is None
+
+
+def test_copied_tokens_carry_their_contents(blocks: KVBlocks) -> None:
+    source = _store(blocks, [5, 6, 7])[0]
+    target = blocks.allocate(1)[0]
+    blocks.copy_tokens(source, target, 2)
+    for layer in range(LAYERS):
+        assert target.keys[layer][:, 0, 0].tolist()[:2] == [5.0, 6.0]
+        assert target.values[layer][:, 1, 3].tolist()[:2] == [-5.0, -6.0]
+        assert target.keys[layer][2:].isnan().all()
+
+
+def test_the_same_text_twice_is_kept_once_and_its_continuation_is_found(blocks: KVBlocks, pool: PagePool) -> None:
+    first = _store(blocks, [1, 2, 3, 4])
+    second = _store(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert pool.allocator.owned(PageKind.KV) == 2 * LAYERS
+    match = blocks.match([1, 2, 3, 4, 5, 6, 7, 8])
+    assert match.blocks == [first[0], second[1]]
+
+
+def test_eviction_takes_the_oldest_and_outermost_first(blocks: KVBlocks) -> None:
+    old = _store(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    new = _store(blocks, [9, 9, 9, 9])
+    assert blocks.evict(1) == LAYERS
+    assert blocks.match([1, 2, 3, 4, 5, 6, 7, 8]).blocks == old[:1]
+    blocks.release(old[:1])  # used now, so [9, 9, 9, 9] is the older one
+    assert blocks.evict(LAYERS) == LAYERS
+    assert blocks.match([9, 9, 9, 9]).blocks == [] and new[0].pages == []
+    assert blocks.evict(100) == LAYERS
+    assert blocks.idle_pages == 0
+
+
+def test_held_blocks_are_never_evicted(blocks: KVBlocks) -> None:
+    _store(blocks, [1, 2, 3, 4, 5, 6, 7, 8])
+    match = blocks.match([1, 2, 3, 4, 5, 6, 7, 8])
+    assert blocks.evict(1000) == 0
+    assert all(block.pages for block in match.blocks)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_use_never_loses_or_leaks_a_page(seed: int, blocks: KVBlocks, pool: PagePool) -> None:
+    """Sequences over a tiny alphabet (so that they share a lot) start, grow, end and are evicted at random."""
+    generator = random.Random(seed)
+    running: list[tuple[list[int], list[TokenBlock]]] = []
+    for _ in range(400):
+        action = generator.random()
+        if action < 0.4 and len(running) < 5:
+            tokens = [generator.randrange(2) for _ in range(generator.randint(1, 14))]
+            match = blocks.match(tokens)
+            held = len(match.blocks) * SIZE
+            for position in range(held):
+                key = match.blocks[position // SIZE].keys[0][position % SIZE, 0, 0]
+                assert key == tokens[position], "a shared block holds another text"
+            wanted = blocks.blocks_for(len(tokens)) - len(match.blocks)
+            if wanted * LAYERS > pool.allocator.available(PageKind.KV):
+                blocks.evict(wanted * LAYERS)
+            own = match.blocks + blocks.allocate(wanted)
+            for position in range(held, len(tokens)):
+                own[position // SIZE].keys[0][position % SIZE] = tokens[position]
+            running.append((tokens, own))
+        elif action < 0.8 and running:
+            tokens, own = running.pop(generator.randrange(len(running)))
+            blocks.remember(own, tokens[: generator.randint(0, len(tokens))])
+            blocks.release(own)
+        else:
+            blocks.evict(generator.randint(0, 12))
+        in_use = {id(b): b for _, own in running for b in own}
+        held_pages = sum(len(b.pages) for b in in_use.values())
+        assert held_pages + blocks.idle_pages == pool.allocator.owned(PageKind.KV)
+        pool.allocator.check_integrity()
+    for _, own in running:
+        blocks.release(own)
+    blocks.evict(10_000)
+    assert pool.allocator.owned(PageKind.KV) == 0
