@@ -102,7 +102,7 @@ class ResidentExperts:
         for expert in sorted(set(topk_ids.flatten().tolist())):
             token, slot = torch.where(topk_ids == expert)
             y = linear(silu_and_mul(linear(rows[token], gate_up[expert])), down[expert])
-            contributions[token, slot] = y * topk_weights[token, slot, None]
+            contributions[token, slot] = (y * topk_weights[token, slot, None]).to(contributions.dtype)
         total = contributions[:, 0].clone()
         for slot_index in range(1, topk_ids.shape[1]):
             total += contributions[:, slot_index]

@@ -33,7 +33,7 @@ def paged_attention(
     q: Tensor, key_pages: Sequence[Tensor], value_pages: Sequence[Tensor], num_tokens: int, scale: float, sliding_window: int | None
 ) -> Tensor:
     """Attention of q [R, H, D], the last R of `num_tokens` positions, over pages [B, G, D] -> [R, H, D]."""
-    rows, heads, head_dim = q.shape
+    rows, heads = q.shape[:2]
     first = 0
     if sliding_window is not None:
         # The oldest key that the first row may see; whole pages before it are not read.
@@ -45,8 +45,6 @@ def paged_attention(
     key_pages, value_pages = key_pages[:used], value_pages[:used]
     keys = (torch.cat(tuple(key_pages)) if len(key_pages) > 1 else key_pages[0])[:length]
     values = (torch.cat(tuple(value_pages)) if len(value_pages) > 1 else value_pages[0])[:length]
-    groups = keys.shape[1]
-    share = heads // groups
     step = max(1, MAX_SCORES // (heads * length))
     if step >= rows:
         return _attend_rows(q, keys, values, num_tokens - rows, first, scale, sliding_window)

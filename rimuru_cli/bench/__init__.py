@@ -1,1 +1,1 @@
-
+"""Measurements: what `rimuru bench` runs. No output here, only numbers."""

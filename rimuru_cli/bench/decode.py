@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,8 @@ def run_decode_bench(
     """Tokens per second of greedy decoding after a prompt of 32 tokens.
 
     The engine runs fully resident and, if `residency` is below 1, also with about that share of experts resident. With
-    `versus="transformers"` the same file is decoded by transformers in float32 and in the checkpoint's dtype with its default expert implementation; the
-    faster of the two counts. All runners take turns for three rounds; each one's best round counts.
+    `versus="transformers"` the same file is decoded by transformers in float32 and in the checkpoint's dtype, with its default
+    expert implementation; the faster of the two counts. All runners take turns for three rounds; each one's best round counts.
 
     Returns:
         JSON-able dict: settings, `rows` (runner, tokens_per_second, expert_hit_rate, resident_share, ratio to transformers).
@@ -44,7 +45,7 @@ def run_decode_bench(
             name = "rimuru" if share == 1.0 else f"rimuru, {share:.0%} resident"
             config = EngineConfig(resident_share=share, context=PROMPT_TOKENS + tokens + 1)
             engines[name] = Engine.load(model_dir, config)
-            runners[name] = lambda engine=engines[name]: _decode(engine, prompt, tokens)
+            runners[name] = partial(_decode, engines[name], prompt, tokens)
         if versus == "transformers":
             for dtype in ("float32", "auto"):
                 runners[f"transformers, {dtype}"] = _transformers_runner(model_dir, prompt, tokens, dtype)
@@ -59,7 +60,14 @@ def run_decode_bench(
     finally:
         for engine in engines.values():
             engine.close()
-    return {"bench": "decode", "model": str(model_dir.name), "tokens": tokens, "threads": torch.get_num_threads(), "rounds": ROUNDS, "rows": rows}
+    return {
+        "bench": "decode",
+        "model": str(model_dir.name),
+        "tokens": tokens,
+        "threads": torch.get_num_threads(),
+        "rounds": ROUNDS,
+        "rows": rows,
+    }
 
 
 def _row(name: str, speed: float, engine: Engine | None, peer: float | None) -> dict[str, Any]:

@@ -37,7 +37,8 @@ class EngineConfig:
     """How to run a model.
 
     Attributes:
-        memory_bytes: ceiling for the whole process in bytes (program, dense weights, workspace, pool); None: as the model wants and the machine has.
+        memory_bytes: ceiling for the whole process in bytes (program, dense weights, workspace, pool); None: as the model wants and
+            the machine has.
         resident_share: size the pool so that about this share of all experts is resident at the start; only without `memory_bytes`.
         pool_bytes: size the pool itself, at least the smallest that works; only without `memory_bytes`.
         context: longest context in tokens; None: the model's own.
@@ -179,7 +180,10 @@ def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineCon
     pool = (ceiling - fixed) // geometry.huge_page_bytes * geometry.huge_page_bytes
     # No pool is larger than all experts and the whole context of every sequence.
     pool = min(pool, pool_bytes(everything, wanted_context * config.max_sequences) + reserve * page_bytes)
-    spare_pages = pool // geometry.huge_page_bytes * geometry.pages_per_huge(PageKind.EXPERT) - (floor * layers + 2 * buffer_experts) * pages_per_expert
+    spare_pages = (
+        pool // geometry.huge_page_bytes * geometry.pages_per_huge(PageKind.EXPERT)
+        - (floor * layers + 2 * buffer_experts) * pages_per_expert
+    )
     blocks = spare_pages * geometry.layout(PageKind.KV).per_parent // model.num_layers
     context = min(wanted_context, blocks * block_tokens)
     return MemoryPlan(

@@ -111,7 +111,9 @@ class Engine:
         if not prompt:
             raise UsageError("The prompt is empty.", hint="Write something to answer.")
         if any(not 0 <= t < vocab for t in prompt):
-            raise UsageError(f"The prompt contains token ids outside the model's vocabulary of {vocab}.", hint="Check that the tokenizer fits the model.")
+            raise UsageError(
+                f"The prompt contains token ids outside the model's vocabulary of {vocab}.", hint="Check that the tokenizer fits the model."
+            )
         limit = self.info.context_limit
         if len(prompt) >= limit:
             raise DoesNotFitError(_too_long(len(prompt), self.info), hint=_longer_context_hint(self.info))
@@ -213,9 +215,13 @@ class Engine:
         self._parts.residency.check_integrity()
         held = {id(b): b for s in self._sequences.values() for b in s.blocks}
         kv_pages = sum(len(b.pages) for b in held.values()) + self._parts.blocks.idle_pages
-        assert kv_pages == self._allocator.owned(PageKind.KV), f"{kv_pages} KV pages are known, {self._allocator.owned(PageKind.KV)} are owned"
+        assert kv_pages == self._allocator.owned(PageKind.KV), (
+            f"{kv_pages} KV pages are known, {self._allocator.owned(PageKind.KV)} are owned"
+        )
         ours = self._parts.residency.num_resident * self._parts.residency.pages_per_expert + self._parts.buffers.num_pages
-        assert ours == self._allocator.owned(PageKind.EXPERT), f"{ours} expert pages are known, {self._allocator.owned(PageKind.EXPERT)} are owned"
+        assert ours == self._allocator.owned(PageKind.EXPERT), (
+            f"{ours} expert pages are known, {self._allocator.owned(PageKind.EXPERT)} are owned"
+        )
 
     def close(self) -> None:
         """End all requests and give every page back. The engine cannot be used afterwards."""
@@ -264,9 +270,7 @@ class Engine:
         shrunk = residency.shrink(decision.shrink) if decision.shrink else 0
         expanded = residency.expand(decision.expand) if decision.expand else 0
         if shrunk or expanded:
-            self._events.append(
-                AdjusterEvent(self._steps, shrunk, expanded, decision.reason, stats.required_blocks, stats.free_blocks)
-            )
+            self._events.append(AdjusterEvent(self._steps, shrunk, expanded, decision.reason, stats.required_blocks, stats.free_blocks))
 
     def _count_rows(self, plan: Sequence[ScheduledRows]) -> None:
         row_hits = self._parts.experts.row_hits
@@ -306,7 +310,11 @@ class Engine:
 
 
 def _too_long(prompt_tokens: int, info: EngineInfo) -> str:
-    why = "the model's context" if info.context_limit == info.model_context else f"what fits into the memory ceiling (the model's context is {info.model_context})"
+    why = (
+        "the model's context"
+        if info.context_limit == info.model_context
+        else f"what fits into the memory ceiling (the model's context is {info.model_context})"
+    )
     return f"The prompt has {prompt_tokens} tokens, but at most {info.context_limit} tokens of prompt and answer fit: {why}."
 
 

@@ -77,9 +77,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     ranking = ExpertRanking(host.num_layers, host.num_experts, config.decay)
     profile = None
     if config.profile is not None:
-        profile = load_profile(
-            config.profile, identity=model_identity(model_dir), num_layers=host.num_layers, num_experts=host.num_experts
-        )
+        profile = load_profile(config.profile, identity=model_identity(model_dir), num_layers=host.num_layers, num_experts=host.num_experts)
         ranking.seed(profile.probabilities)
     model = load_model(reader, torch.float32, lambda done, total: report("dense weights", done, total))
     pool = PagePool(plan.geometry, plan.pool, poison=config.poison)
@@ -129,14 +127,18 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         profile=str(config.profile) if profile is not None else None,
     )
     runner = ModelRunner(model, experts)
-    return Parts(info, plan, reader, model, pool, blocks, host, residency, buffers, loader, experts, runner, frozenset(config_eos_ids(model_dir)))
+    return Parts(
+        info, plan, reader, model, pool, blocks, host, residency, buffers, loader, experts, runner, frozenset(config_eos_ids(model_dir))
+    )
 
 
 def _fill(residency: Residency, host: HostStore, ranking: ExpertRanking, pool: PagePool, report: Progress) -> TransferCosts:
     """Load the floor of every layer, then the best-ranked experts while free blocks to spare remain; measure the host tier on the way."""
     wanted = [(layer, expert) for layer in range(host.num_layers) for expert in ranking.order(layer)[: residency.floor]]
     spare = AdjusterConstants().high_free + residency.pages_per_expert
-    room = max(0, pool.allocator.available(PageKind.EXPERT) - len(wanted) * residency.pages_per_expert - spare) // residency.pages_per_expert
+    room = (
+        max(0, pool.allocator.available(PageKind.EXPERT) - len(wanted) * residency.pages_per_expert - spare) // residency.pages_per_expert
+    )
     chosen = set(wanted)
     wanted += [pair for pair in residency.ranked_absent() if pair not in chosen][:room]
     total = len(wanted) * host.expert_bytes
@@ -158,5 +160,7 @@ def _notices(plan: MemoryPlan, config: EngineConfig, model_context: int) -> tupl
     notices = []
     wanted = min(model_context, config.context or model_context)
     if plan.context < wanted:
-        notices.append(f"The memory ceiling allows {plan.context:,} tokens of context instead of {wanted:,}; a higher --memory allows more.")
+        notices.append(
+            f"The memory ceiling allows {plan.context:,} tokens of context instead of {wanted:,}; a higher --memory allows more."
+        )
     return tuple(notices)

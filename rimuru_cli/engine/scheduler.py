@@ -2,8 +2,8 @@
 
 Every step takes one token of each sequence that is generating (decode), then fills up to `max_batch_tokens` with pieces of prompts
 (prefill), oldest request first. Pages are taken before the step runs. If they are lacking, in this order: blocks kept only for
-reuse are evicted, experts are retired down to their floor (`make_room`, decided by the adjuster), and as a last resort the youngest sequence
-is preempted: its pages are freed and it will be computed again from its tokens.
+reuse are evicted, experts are retired down to their floor (`make_room`, decided by the adjuster), and as a last resort the youngest
+sequence is preempted: its pages are freed and it will be computed again from its tokens.
 """
 
 from __future__ import annotations

@@ -59,7 +59,13 @@ def test_storing_touches_nothing_else() -> None:
 
 @pytest.mark.parametrize(
     ("q", "pages", "tokens"),
-    [((2, 4, 8), (2, 4, 3, 8), 8), ((2, 4, 8), (2, 4, 2, 8), 9), ((9, 4, 8), (2, 4, 2, 8), 8), ((2, 4, 6), (2, 4, 2, 8), 8), ((1, 4, 8), (0, 4, 2, 8), 1)],
+    [
+        ((2, 4, 8), (2, 4, 3, 8), 8),
+        ((2, 4, 8), (2, 4, 2, 8), 9),
+        ((9, 4, 8), (2, 4, 2, 8), 8),
+        ((2, 4, 6), (2, 4, 2, 8), 8),
+        ((1, 4, 8), (0, 4, 2, 8), 1),
+    ],
     ids=["heads", "pages-end", "rows", "head-size", "no-pages"],
 )
 def test_shapes_that_do_not_belong_together(q: tuple[int, ...], pages: tuple[int, ...], tokens: int) -> None:

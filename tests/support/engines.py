@@ -26,7 +26,7 @@ def plan_for(folder: Path, config: EngineConfig | None = None) -> MemoryPlan:
 
 
 def load_engine(folder: Path, share: float = 1.0, config: EngineConfig | None = None) -> Engine:
-    """An engine with room for `share` of the experts above the floor, next to the smallest context; share 1 holds everything and long chats."""
+    """An engine with room for `share` of the experts above the floor and the smallest context; share 1 holds everything and long chats."""
     config = config or EngineConfig()
     plan = plan_for(folder, config)
     with CheckpointReader(folder) as reader:

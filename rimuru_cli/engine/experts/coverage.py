@@ -46,7 +46,8 @@ class RoutingTrace:
         layers = self.experts.shape[1]
         rows = [np.bincount(self.experts[:, layer].reshape(-1), minlength=self.num_experts) for layer in range(layers)]
         counts = np.stack(rows).astype(np.float64)
-        return counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+        shares: NDArray[np.float64] = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+        return shares
 
     def flat(self) -> NDArray[np.int64]:
         """Experts numbered through all layers: [tokens, num_moe_layers * top_k], in the order in which they are used."""
@@ -101,12 +102,13 @@ def _fixed_hits(used: NDArray[np.int64], probabilities: NDArray[np.float64], cap
 
 
 def _live_hits(trace: RoutingTrace, used: NDArray[np.int64], probabilities: NDArray[np.float64], capacity: int, decay: float) -> int:
-    ranking = ExpertRanking(*probabilities.shape, decay)
+    num_layers, num_experts = probabilities.shape
+    ranking = ExpertRanking(num_layers, num_experts, decay)
     ranking.seed(probabilities)
     hits = 0
     for token in range(trace.tokens):
         hits += int(_held(ranking.scores, capacity)[used[token]].sum())
         ranking.begin_step(1)
-        for layer in range(len(probabilities)):
+        for layer in range(num_layers):
             ranking.add_tokens(layer, trace.experts[token, layer][None], trace.weights[token, layer][None])
     return hits

@@ -1,9 +1,9 @@
 """Running MoE layers over experts in the pool, in loading buffers and in the host tier.
 
-One token (decode) gathers its experts' pages into a contiguous workspace and is done in two products; absent experts are read in place from the
-host tier and may then take the pages of residents that they outrank. More tokens go expert by expert; the absent ones are read in
-place as well (on demand), or come through the loading buffers while other experts are computed (streamed). Which of the two is chosen
-per step from measured costs.
+One token (decode) gathers its experts' pages into a contiguous workspace and is done in two products; absent experts are read in place
+from the host tier and may then take the pages of residents that they outrank. More tokens go expert by expert; the absent ones are
+read in place as well (on demand), or come through the loading buffers while other experts are computed (streamed). Which of the two
+is chosen per step from measured costs.
 
 Results do not depend on where an expert lies: every contribution is computed by the same operation on the same values and kept
 per (token, slot), and a token's slots are summed in ascending expert order.

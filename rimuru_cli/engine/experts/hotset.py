@@ -46,7 +46,9 @@ class HotsetProfile:
         """The profile file's content. `probabilities` are listed in the order of `order`."""
         layers = []
         for index, order in enumerate(self.orderings()):
-            layers.append({"moe_layer": index, "order": order, "probabilities": [round(float(self.probabilities[index, e]), 7) for e in order]})
+            layers.append(
+                {"moe_layer": index, "order": order, "probabilities": [round(float(self.probabilities[index, e]), 7) for e in order]}
+            )
         return {
             "format": FORMAT,
             "version": VERSION,

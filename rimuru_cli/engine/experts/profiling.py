@@ -1,4 +1,4 @@
-"""Recording a hotset profile: run text through the engine, write down what the routers chose, and test the profile on text it has not seen."""
+"""Recording a hotset profile: run text, write down what the routers chose, and test the profile on text it has not seen."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """Which experts lie in the pool, and the moves between resident and absent.
 
-A resident expert owns `pages_per_expert` pages (gate, up and down, each one page or several row tiles). Its table entry is set only after its
-bytes are in place, and its pages are given back only between steps, when nothing can still be reading them.
+A resident expert owns `pages_per_expert` pages (gate, up and down, each one page or several row tiles). Its table entry is set only
+after its bytes are in place, and its pages are given back only between steps, when nothing can still be reading them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from concurrent.futures import Future
+from functools import partial
 
 import numpy as np
 import torch
@@ -37,7 +38,15 @@ class Residency:
     """
 
     def __init__(
-        self, pool: PagePool, view: ExpertView, host: HostStore, ranking: ExpertRanking, loader: Loader, *, floor: int, pages_per_expert: int
+        self,
+        pool: PagePool,
+        view: ExpertView,
+        host: HostStore,
+        ranking: ExpertRanking,
+        loader: Loader,
+        *,
+        floor: int,
+        pages_per_expert: int,
     ) -> None:
         self._pool = pool
         self.view = view
@@ -105,7 +114,7 @@ class Residency:
             if self._pool.allocator.available(PageKind.EXPERT) < self.pages_per_expert:
                 break
             pages = self._pool.allocate(PageKind.EXPERT, self.pages_per_expert)
-            future = self._loader.submit(lambda key=(layer, expert, pages): self._copy(*key))
+            future = self._loader.submit(partial(self._copy, layer, expert, pages))
             self._loading[layer, expert] = (pages, future)
             self.counts[layer] += 1
             started += 1

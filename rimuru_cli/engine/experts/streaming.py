@@ -1,7 +1,7 @@
 """Streamed execution: two loading buffers alternate, one is read while the other is filled.
 
-The absent experts of all MoE layers, in layer order, are cut into waves of at most `capacity` experts of one layer. Wave i goes through buffer
-i mod 2: the loader fills it while the wave before it is computed. Both buffers are ordinary expert pages of the pool.
+The absent experts of all MoE layers, in layer order, are cut into waves of at most `capacity` experts of one layer. Wave i goes through
+buffer i mod 2: the loader fills it while the wave before it is computed. Both buffers are ordinary expert pages of the pool.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ def _token(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), decay=st.sampled_from([0.5, 0.9, 0.95, 0.99]))
+@given(
+    seed=st.integers(0, 1000), sizes=st.lists(st.integers(1, 40), min_size=1, max_size=12), decay=st.sampled_from([0.5, 0.9, 0.95, 0.99])
+)
 def test_any_split_into_steps_gives_the_definition(seed: int, sizes: list[int], decay: float) -> None:
     generator = np.random.default_rng(seed)
     ranking = ExpertRanking(LAYERS, EXPERTS, decay)
