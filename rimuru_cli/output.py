@@ -20,8 +20,8 @@ Style = Literal["dim", "bold", "red", "yellow", "green", "cyan"]
 Progress = Callable[[str, int, int], None]
 
 _CODES: dict[Style, str] = {"dim": "2", "bold": "1", "red": "31", "yellow": "33", "green": "32", "cyan": "36"}
-# C0 and C1 control characters except newline and tab; a terminal would obey them.
-_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
+# C0 and C1 control characters except newline and tab: a terminal would obey them. A carriage return is dropped, as in a Windows line end.
+_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A, 0x0D)} | {0x0D: ""}
 _REDRAW_SECONDS = 0.1
 
 
@@ -46,7 +46,7 @@ class Output:
 
     def __init__(self, *, json: bool = False) -> None:
         self.json = json
-        self._bar_shown = False
+        self._bar: _Bar | None = None
 
     # The streams are looked up on every call, so that a test (or a caller) that swaps sys.stdout is respected.
     @property
@@ -85,6 +85,8 @@ class Output:
 
     def write_note(self, text: str, style: Style | None = None) -> None:
         """Write text to stderr without a newline. A closed stderr is not an error."""
+        if self._bar is not None:
+            self._bar.wipe()  # it comes back with its next update, below the note
         clean = text.translate(_CONTROLS) if is_terminal(self.stderr) else text
         with contextlib.suppress(BrokenPipeError):
             self.stderr.write(self.paint(clean, style, self.stderr))
@@ -110,11 +112,12 @@ class Output:
         if self.json or not is_terminal(self.stderr):
             yield lambda stage, done, total: None
             return
-        bar = _Bar(self.stderr, unit)
+        self._bar = _Bar(self.stderr, unit)
         try:
-            yield bar.update
+            yield self._bar.update
         finally:
-            bar.wipe()
+            self._bar.wipe()
+            self._bar = None
 
 
 class _Bar:

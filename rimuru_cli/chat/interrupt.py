@@ -26,7 +26,8 @@ class InterruptFlag:
 
     def __enter__(self) -> InterruptFlag:
         self.count = 0
-        if threading.current_thread() is threading.main_thread():
+        # Where the parent ignores Ctrl-C (a background job of a shell), it stays ignored.
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             self._previous = signal.signal(signal.SIGINT, self._pressed)
             self._installed = True
         return self

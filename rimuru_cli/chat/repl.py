@@ -138,6 +138,8 @@ def read_stdin(limit_bytes: int = 64 * 2**20) -> str:
     """
     import sys
 
+    if sys.stdin is None:
+        raise UsageError("There is no standard input to read from.")
     raw = sys.stdin.buffer.read(limit_bytes + 1)
     if len(raw) > limit_bytes:
         raise UsageError(f"There are more than {limit_bytes >> 20} MiB on standard input.")

@@ -25,11 +25,14 @@ def banner(info: EngineInfo, snapshot: Snapshot) -> list[str]:
     parts = f"pool {format_bytes(info.pool_bytes)}, dense {format_bytes(info.dense_bytes)}"
     resident = f"{snapshot.resident_experts:,} of {snapshot.total_experts:,} experts resident ({format_share(snapshot.resident_share)})"
     shape = f"{info.num_layers} layers, {info.num_experts} experts, top-{info.top_k}"
-    return [
+    lines = [
         f"{info.model} · {info.architecture} · {shape} · {info.weight_dtype}",
         f"{info.device} ({info.backend_reason}) · context {info.context_limit:,} tokens",
         f"memory {format_bytes(info.memory_bytes)} at most: {parts} · {resident}",
     ]
+    if info.profile:
+        lines.append(f"expert ranking seeded by {info.profile}")
+    return lines
 
 
 def timings_line(timings: Timings, hit_rate: float | None, snapshot: Snapshot) -> str:

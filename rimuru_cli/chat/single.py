@@ -104,6 +104,8 @@ def prompt_from(argument: str | None) -> str:
         UsageError: no prompt at all, or stdin is not UTF-8.
     """
     if argument is not None and argument != "-":
+        if not argument:
+            raise UsageError("The prompt is empty.")
         return argument
     if argument is None and (sys.stdin is None or is_terminal(sys.stdin)):
         raise UsageError("A prompt is missing.", hint="Type it after the model, or pipe it in: rimuru run MODEL 'Why is the sky blue?'")

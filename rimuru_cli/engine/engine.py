@@ -30,6 +30,11 @@ from rimuru_cli.engine.stats import AdjusterEvent, EngineInfo, Snapshot
 from rimuru_models.errors import DoesNotFitError, UsageError
 
 _KEPT_EVENTS = 64
+_LONGER = {
+    "that is the model's own context": "Shorten the prompt, or start anew with /clear.",
+    "that is the context that was set": "Give a larger --context, shorten the prompt, or start anew with /clear.",
+    "the memory ceiling allows no more": "Give more --memory, shorten the prompt, or start anew with /clear.",
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Engine:
             )
         limit = self.info.context_limit
         if len(prompt) >= limit:
-            raise DoesNotFitError(_too_long(len(prompt), self.info), hint=_longer_context_hint(self.info))
+            raise DoesNotFitError(_too_long(len(prompt), self.info), hint=_LONGER[self.info.context_reason])
         request = Request(next(self._ids), prompt, params)
         request.timings.prompt_tokens = len(prompt)
         longest = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
@@ -310,15 +315,4 @@ class Engine:
 
 
 def _too_long(prompt_tokens: int, info: EngineInfo) -> str:
-    why = (
-        "the model's context"
-        if info.context_limit == info.model_context
-        else f"what fits into the memory ceiling (the model's context is {info.model_context})"
-    )
-    return f"The prompt has {prompt_tokens} tokens, but at most {info.context_limit} tokens of prompt and answer fit: {why}."
-
-
-def _longer_context_hint(info: EngineInfo) -> str:
-    if info.context_limit == info.model_context:
-        return "Shorten the prompt, or start anew with /clear."
-    return "Raise --memory or --context, shorten the prompt, or start anew with /clear."
+    return f"The prompt has {prompt_tokens} tokens, but at most {info.context_limit} tokens of prompt and answer fit: {info.context_reason}."

@@ -22,7 +22,7 @@ from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ExpertView, KVView
 from rimuru_cli.engine.model_runner import ModelRunner
-from rimuru_cli.engine.stats import EngineInfo
+from rimuru_cli.engine.stats import ContextReason, EngineInfo
 from rimuru_cli.engine.tokenizer import config_eos_ids
 from rimuru_kernels.backend import select_backend
 from rimuru_models import load_model
@@ -113,6 +113,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         top_k=model_config.top_k,
         context_limit=plan.context,
         model_context=model_config.max_positions,
+        context_reason=_context_reason(plan, config, model_config.max_positions),
         device="cpu",
         backend_reason=backend.reason,
         weight_dtype=_DTYPE_NAMES[reader.expert_dtype],
@@ -153,6 +154,12 @@ def _fill(residency: Residency, host: HostStore, ranking: ExpertRanking, pool: P
     started = time.perf_counter()
     residency.refill(*wanted[0])
     return TransferCosts(first_reads[len(first_reads) // 2], time.perf_counter() - started)
+
+
+def _context_reason(plan: MemoryPlan, config: EngineConfig, model_context: int) -> ContextReason:
+    if plan.context == model_context:
+        return "that is the model's own context"
+    return "that is the context that was set" if plan.context == config.context else "the memory ceiling allows no more"
 
 
 def _notices(plan: MemoryPlan, config: EngineConfig, model_context: int) -> tuple[str, ...]:

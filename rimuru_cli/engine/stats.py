@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+ContextReason = Literal["that is the model's own context", "that is the context that was set", "the memory ceiling allows no more"]
 
 
 @dataclass(frozen=True)
@@ -13,6 +15,7 @@ class EngineInfo:
     Attributes:
         context_limit: most tokens one sequence can hold here: the model's own limit, or what the pool can give with experts at the floor.
         model_context: the model's own limit.
+        context_reason: which of the limits on the context is the tightest, in words.
         notices: everything the person should know: fallbacks, reductions, defaults that differ from the model's.
         profile: path of the hotset profile that seeded the ranking, or None.
     """
@@ -25,6 +28,7 @@ class EngineInfo:
     top_k: int
     context_limit: int
     model_context: int
+    context_reason: ContextReason
     device: str
     backend_reason: str
     weight_dtype: str

@@ -61,7 +61,7 @@ def test_no_escape_codes_when_they_are_not_wanted(monkeypatch: pytest.MonkeyPatc
 def test_a_model_cannot_send_escape_codes_to_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
     Output().data("a\x1b[2Jb\r\x07\x9bc\td\n")
-    assert terminal[0].getvalue() == "a\ufffd[2Jb\ufffd\ufffd\ufffdc\td\n"
+    assert terminal[0].getvalue() == "a\ufffd[2Jb\ufffd\ufffdc\td\n"
 
 
 def test_piped_data_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +95,15 @@ def test_progress_draws_on_a_terminal_and_wipes_itself(monkeypatch: pytest.Monke
     assert "512 B of 1.0 KiB" in drawn and "\x1b" not in drawn
     assert drawn.endswith(" \r"), "the last thing written clears the line"
     assert terminal[0].getvalue() == ""
+
+
+def test_a_note_takes_the_place_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    out = Output()
+    with out.progress() as update:
+        update("Reading", 1, 4)
+        out.note("something odd")
+    assert terminal[1].getvalue().endswith(" \rsomething odd\n")
 
 
 def test_progress_is_wiped_when_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -81,12 +81,15 @@ def test_the_context_limit_ends_an_answer(qwen3: Path) -> None:
 
 def test_a_prompt_that_can_never_fit_is_refused_with_numbers(qwen3: Path) -> None:
     engine = load_engine(qwen3, config=EngineConfig(context=32))
-    with pytest.raises(DoesNotFitError, match=r"40 tokens.*32 tokens"):
+    with pytest.raises(DoesNotFitError, match=r"40 tokens.*32 tokens.*context that was set") as caught:
         engine.submit([1] * 40, GREEDY)
+    assert "--context" in (caught.value.hint or "")
     with pytest.raises(DoesNotFitError):
         engine.submit([1] * 32, GREEDY)
     assert not engine.has_work
     answer(engine, [1] * 31)
+    with pytest.raises(DoesNotFitError, match="model's own context"):
+        load_engine(qwen3).submit([1] * 512, GREEDY)
 
 
 def test_a_small_pool_limits_the_context_and_says_so(tmp_path: Path) -> None:
@@ -94,8 +97,9 @@ def test_a_small_pool_limits_the_context_and_says_so(tmp_path: Path) -> None:
     engine = load_engine(folder, 0.0)
     assert 512 <= engine.info.context_limit < 100_000 == engine.info.model_context
     assert any(f"{engine.info.context_limit:,}" in notice for notice in engine.info.notices)
-    with pytest.raises(DoesNotFitError, match="memory ceiling"):
+    with pytest.raises(DoesNotFitError, match="memory ceiling") as caught:
         engine.submit([1] * 50_000, GREEDY)
+    assert "--memory" in (caught.value.hint or "")
     # What the engine promises, it holds: a prompt that fills the whole context, with experts at the floor.
     request = answer(engine, [i % 128 for i in range(engine.info.context_limit - 3)], replace(GREEDY, max_tokens=50))
     assert request.finish_reason == "length" and len(request.output_ids) == 3

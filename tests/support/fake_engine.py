@@ -59,6 +59,7 @@ class FakeEngine:
             top_k=2,
             context_limit=self.context_limit,
             model_context=max(8192, self.context_limit),
+            context_reason="the memory ceiling allows no more",
             device="cpu",
             backend_reason="no GPU",
             weight_dtype="bfloat16",
