@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 from torch.nn.functional import embedding, linear
 
-from rimuru_kernels.rms_norm import rms_norm
+from rimuru_kernels.rms_norm import add_rms_norm, rms_norm
 from rimuru_kernels.rotary import rotary_tables
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.layers import Attention, DenseMLP
@@ -50,6 +50,7 @@ class MoeDecoder:
         self.embedding = loader.tensor(EMBEDDING)
         self.layers = [DecoderLayer(type(self), loader, layer) for layer in range(self.config.num_layers)]
         self.norm = loader.tensor(FINAL_NORM)
+        self._next_norms = [*(layer.attention_norm for layer in self.layers[1:]), self.norm]
         self.output = loader.output_matrix(self.embedding)
         self.inv_freq = loader.inv_freq()
         self.dense_bytes = loader.loaded_bytes
@@ -64,13 +65,15 @@ class MoeDecoder:
         Returns:
             [T, d] after the final norm, in the model's dtype.
         """
-        eps, kv, experts = self.config.rms_eps, context.kv, context.experts
+        eps, experts = self.config.rms_eps, context.experts
         cos, sin = rotary_tables(context.positions, self.inv_freq, self.dtype)
         hidden = embedding(token_ids, self.embedding)
-        for layer in self.layers:
-            hidden.add_(layer.attention.forward(rms_norm(hidden, layer.attention_norm, eps), cos, sin, kv))
-            hidden.add_(layer.mlp.forward(rms_norm(hidden, layer.mlp_norm, eps), experts))
-        return rms_norm(hidden, self.norm, eps)
+        normed = rms_norm(hidden, self.layers[0].attention_norm, eps)
+        # Each sublayer's output is added and normed for the next one in one pass.
+        for layer, next_norm in zip(self.layers, self._next_norms, strict=True):
+            hidden, normed = add_rms_norm(layer.attention.forward(normed, cos, sin, context), hidden, layer.mlp_norm, eps)
+            hidden, normed = add_rms_norm(layer.mlp.forward(normed, experts), hidden, next_norm, eps)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, d] -> float32 [R, vocab_size]."""

@@ -32,6 +32,37 @@ class KVCache(Protocol):
         ...
 
 
+class ProjectedAttention(Protocol):
+    """Attention straight from the fused projection: head norms, rotary, storing and attending in as few launches as the device allows."""
+
+    def attend_projection(
+        self,
+        layer: int,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        scale: float,
+        sliding_window: int | None,
+    ) -> Tensor:
+        """What `KVCache.attend` gives for q, k, v made from the projection.
+
+        Args:
+            layer: model layer index.
+            qkv: [T, (H + 2 Hkv) D], each row q heads, then k heads, then v heads.
+            cos, sin: [T, 1, D] rotary tables.
+            q_norm, k_norm: [D], weights of an RMSNorm over each head before rotary, both or neither; eps: its epsilon.
+            scale, sliding_window: as for `KVCache.attend`.
+
+        Returns:
+            [T, H, D].
+        """
+        ...
+
+
 class ExpertProvider(Protocol):
     """Routed SwiGLU experts: expert(x) = down(silu(gate x) * (up x))."""
 
@@ -58,11 +89,13 @@ class ForwardContext:
         positions: [T] int64, position of each row in its own sequence.
         kv: attention over past and present tokens.
         experts: routed experts.
+        projected: attention from the fused projection, used instead of `kv` where given.
     """
 
     positions: Tensor
     kv: KVCache
     experts: ExpertProvider
+    projected: ProjectedAttention | None = None
 
 
 class CausalLM(Protocol):

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from rimuru_kernels.rms_norm import rms_norm
 from rimuru_kernels.rotary import rotary
 from rimuru_kernels.silu_and_mul import silu_and_mul
-from rimuru_models.interfaces import ExpertProvider, KVCache
+from rimuru_models.interfaces import ExpertProvider, ForwardContext
 
 if TYPE_CHECKING:
     from rimuru_models.loader import DenseLoader
@@ -36,21 +36,41 @@ class Attention:
         self.scale = config.head_dim**-0.5
         self.window = config.window(layer)
         self.eps = config.rms_eps
+        self.q_norm: Tensor | None = None
+        self.k_norm: Tensor | None = None
         self._all_heads = (-1, self.heads + 2 * self.kv_heads, self.head_dim)
         self._qk_and_v = (self.heads + self.kv_heads, self.kv_heads)
         self._q_and_k = (self.heads, self.kv_heads)
         self._flat = (-1, self.heads * self.head_dim)
 
+    def project(self, x: Tensor) -> Tensor:
+        """x [T, d] -> [T, (H + 2 Hkv) D]; norms over a whole projection are part of it."""
+        return linear(x, self.qkv, self.qkv_bias)
+
     def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """Split [T, (H + 2 Hkv) D] into qk [T, H + Hkv, D] and v [T, Hkv, D]; families with q/k norms add them here."""
+        """Split [T, (H + 2 Hkv) D] into qk [T, H + Hkv, D] and v [T, Hkv, D], each head normalised where the family does that."""
         qk, v = qkv.view(self._all_heads).split_with_sizes(self._qk_and_v, 1)
         return qk, v
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, kv: KVCache) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
         """x [T, d], rotary tables [T, 1, D] -> [T, d]."""
-        qk, v = self.qk_v(linear(x, self.qkv, self.qkv_bias))
-        q, k = rotary(qk, cos, sin).split_with_sizes(self._q_and_k, 1)
-        out = kv.attend(self.layer, q, k, v, scale=self.scale, sliding_window=self.window)
+        qkv = self.project(x)
+        if context.projected is not None:
+            out = context.projected.attend_projection(
+                self.layer,
+                qkv,
+                cos,
+                sin,
+                q_norm=self.q_norm,
+                k_norm=self.k_norm,
+                eps=self.eps,
+                scale=self.scale,
+                sliding_window=self.window,
+            )
+        else:
+            qk, v = self.qk_v(qkv)
+            q, k = rotary(qk, cos, sin).split_with_sizes(self._q_and_k, 1)
+            out = context.kv.attend(self.layer, q, k, v, scale=self.scale, sliding_window=self.window)
         return linear(out.reshape(self._flat), self.output, self.output_bias)
 
 
@@ -65,6 +85,7 @@ class HeadNormAttention(Attention):
 
     def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """As `Attention.qk_v`, with q and k normalised."""
+        assert self.q_norm is not None and self.k_norm is not None, "a family of this class has both norms"
         q, k, v = qkv.view(self._all_heads).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), 1)
         return torch.cat((rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps)), 1), v
 
@@ -75,18 +96,16 @@ class FullNormAttention(Attention):
     def __init__(self, loader: DenseLoader, layer: int) -> None:
         super().__init__(loader, layer)
         prefix = f"model.layers.{layer}.self_attn"
-        self.q_norm = loader.tensor(f"{prefix}.q_norm.weight")
-        self.k_norm = loader.tensor(f"{prefix}.k_norm.weight")
+        self._whole_q_norm = loader.tensor(f"{prefix}.q_norm.weight")
+        self._whole_k_norm = loader.tensor(f"{prefix}.k_norm.weight")
         self.clip = loader.config.clip_qkv
         self._widths = tuple(count * self.head_dim for count in (self.heads, self.kv_heads, self.kv_heads))
 
-    def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
-        """As `Attention.qk_v`, with q and k normalised and all three clamped."""
-        q, k, v = qkv.split_with_sizes(self._widths, 1)
-        qkv = torch.cat((rms_norm(q, self.q_norm, self.eps), rms_norm(k, self.k_norm, self.eps), v), 1)
-        if self.clip is not None:
-            qkv.clamp_(-self.clip, self.clip)
-        return super().qk_v(qkv)
+    def project(self, x: Tensor) -> Tensor:
+        """As `Attention.project`, with q and k normalised and all three clamped."""
+        q, k, v = super().project(x).split_with_sizes(self._widths, 1)
+        qkv = torch.cat((rms_norm(q, self._whole_q_norm, self.eps), rms_norm(k, self._whole_k_norm, self.eps), v), 1)
+        return qkv if self.clip is None else qkv.clamp_(-self.clip, self.clip)
 
 
 class DenseMLP:

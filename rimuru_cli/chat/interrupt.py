@@ -1,23 +1,28 @@
-"""Ctrl-C while the engine works: a flag that is looked at between steps, because a step must never be torn in the middle."""
+"""Ctrl-C while the engine works or a library loads: it is looked at afterwards, because neither must be torn in the middle."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 
 
 class InterruptFlag:
     """While entered, Ctrl-C counts instead of raising KeyboardInterrupt. Outside the main thread it does nothing.
 
-    The third Ctrl-C ends the process after all: whoever presses it twice in vain must be able to leave a step that never ends.
+    Args:
+        patience: so many presses only count; the next one ends the process after all, because whoever presses in vain must be able to
+            leave a step that never ends. None: never.
 
     Attributes:
         count: how often Ctrl-C was pressed since entering.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patience: int | None = 2) -> None:
         self.count = 0
+        self._patience = patience
         self._previous: object = None
         self._installed = False
 
@@ -41,5 +46,19 @@ class InterruptFlag:
 
     def _pressed(self, signum: int, frame: FrameType | None) -> None:
         self.count += 1
-        if self.count > 2:
+        if self._patience is not None and self.count > self._patience:
             raise SystemExit(130)
+
+
+@contextlib.contextmanager
+def loading_libraries() -> Iterator[None]:
+    """Hold Ctrl-C back while libraries such as torch are imported; it then raises KeyboardInterrupt at the end of the block.
+
+    Torn in the middle they abort the process, or fail later with errors that blame somebody else.
+    """
+    with InterruptFlag(patience=None) as interrupt:
+        try:
+            yield
+        finally:
+            if interrupt:
+                raise KeyboardInterrupt

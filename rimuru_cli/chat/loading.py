@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from rimuru_cli.chat import show
 from rimuru_cli.chat.answer import EngineLike
 from rimuru_cli.chat.conversation import Conversation
+from rimuru_cli.chat.interrupt import loading_libraries
 from rimuru_cli.chat.session import ChatSession, Speech
 from rimuru_cli.output import Output
 from rimuru_cli.settings import MemorySize, Settings
@@ -59,12 +60,12 @@ def load_model(name: str | None, settings: Settings, out: Output, *, chat: bool)
 
 def open_parts(name: str | None, settings: Settings, out: Output, *, chat: bool) -> tuple[ResolvedModel, Engine, ModelSpeech]:
     """What `load_model` does, with the real types of its parts."""
-    from rimuru_cli.chat.speech import ModelSpeech
-    from rimuru_cli.engine.engine import Engine
-    from rimuru_cli.hub.resolve import resolve_model
-
     with out.progress() as progress:
         progress("Starting", 0, 0)
+        with loading_libraries():
+            from rimuru_cli.chat.speech import ModelSpeech
+            from rimuru_cli.engine.engine import Engine
+            from rimuru_cli.hub.resolve import resolve_model
         resolved = resolve_model(name, progress=progress)
         speech = ModelSpeech(resolved.path, resolved.name)
         if chat:

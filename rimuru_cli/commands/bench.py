@@ -37,8 +37,11 @@ def decode(
     share = parse_share(residency, "--residency")
     if versus not in (None, "transformers"):
         raise typer.BadParameter("only transformers can be compared with", param_hint="--vs")
-    from rimuru_cli.bench.decode import run_decode_bench
-    from rimuru_cli.hub.resolve import resolve_model
+    from rimuru_cli.chat.interrupt import loading_libraries
+
+    with loading_libraries():
+        from rimuru_cli.bench.decode import run_decode_bench
+        from rimuru_cli.hub.resolve import resolve_model
 
     with out.progress() as progress:
         resolved = resolve_model(model, progress=progress)

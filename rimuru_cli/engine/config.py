@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from rimuru_cli.engine.experts.ranking import DEFAULT_DECAY
 from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PageKind, PoolGeometry, choose_block_tokens, expert_tiling
 from rimuru_kernels.paged_attention.reference import MAX_SCORES
 from rimuru_models.config import ModelConfig
-from rimuru_models.errors import DoesNotFitError
+from rimuru_models.errors import DoesNotFitError, UsageError
 from rimuru_models.layout import dense_bytes
 
 MIB = 1 << 20
@@ -68,6 +69,17 @@ class EngineConfig:
     adjuster: AdjusterPolicy = decide
     max_page_bytes: int = MAX_PAGE_BYTES
     poison: bool = False
+
+    def __post_init__(self) -> None:
+        least = {"context": 1, "block_tokens": 1, "max_batch_tokens": 1, "max_sequences": 1, "expert_offload_limit": 0, "max_page_bytes": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if value is not None and value < low:
+                raise UsageError(f"{name} must be at least {low}, not {value}.")
+        if self.resident_share is not None and not 0.0 <= self.resident_share <= 1.0:
+            raise UsageError(f"resident_share must lie between 0 and 1, not {self.resident_share:g}.")
+        if not 0.0 < self.decay < 1.0:
+            raise UsageError(f"decay must lie between 0 and 1, not {self.decay:g}.")
 
 
 @dataclass(frozen=True)
@@ -146,48 +158,64 @@ def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineCon
     buffer_experts = max(1, min(model.num_experts - floor, _BUFFER_EXPERTS, _BUFFER_BYTES // expert_bytes))
     wanted_context = min(model.max_positions, config.context or model.max_positions)
     dense = dense_bytes(model, 4)
-    workspace = _workspace_bytes(model, expert_dtype, config, min(wanted_context, _DEFAULT_CONTEXT))
-    fixed = program + dense + workspace
     reserve = AdjusterConstants().high_free + pages_per_expert
 
-    def pool_bytes(experts: int, context: int) -> int:
+    def pool_bytes(experts: int, context: int, spare_pages: int = 0) -> int:
         kv_pages = -(-context // block_tokens) * model.num_layers
         kv_parents = -(-kv_pages // geometry.layout(PageKind.KV).per_parent)
-        pages = (experts + 2 * buffer_experts) * pages_per_expert + kv_parents
+        pages = (experts + 2 * buffer_experts) * pages_per_expert + kv_parents + spare_pages
         return -(-pages // geometry.pages_per_huge(PageKind.EXPERT)) * geometry.huge_page_bytes
 
+    def context_of(pool: int) -> int:
+        """Tokens that one sequence can reach in a pool of so many bytes, with experts at their floor."""
+        pages = pool // geometry.huge_page_bytes * geometry.pages_per_huge(PageKind.EXPERT)
+        spare_pages = max(0, pages - (floor * layers + 2 * buffer_experts) * pages_per_expert)
+        blocks = spare_pages * geometry.layout(PageKind.KV).per_parent // model.num_layers
+        return min(wanted_context, blocks * block_tokens)
+
+    def needed(pool: int) -> int:
+        """The whole process with a pool of so many bytes; a longer context also takes more workspace."""
+        return program + dense + _workspace_bytes(model, expert_dtype, config, context_of(pool)) + pool
+
     least = pool_bytes(floor * layers, min(wanted_context, _LEAST_CONTEXT))
-    minimum = fixed + least
+    minimum = needed(least)
     everything = layers * model.num_experts
-    full = pool_bytes(everything, min(wanted_context, _DEFAULT_CONTEXT)) + reserve * page_bytes
+    full = pool_bytes(everything, min(wanted_context, _DEFAULT_CONTEXT), reserve)
     if config.memory_bytes is not None:
         ceiling = config.memory_bytes
     elif config.pool_bytes is not None:
-        ceiling = fixed + max(least, config.pool_bytes)
+        ceiling = needed(max(least, config.pool_bytes))
     elif config.resident_share is not None:
         experts = max(floor * layers, round(config.resident_share * everything))
-        ceiling = max(minimum, fixed + pool_bytes(experts, 0) + reserve * page_bytes)
+        ceiling = needed(max(least, pool_bytes(experts, 0, reserve)))
     else:
-        ceiling = min(fixed + full, program + int(_DEFAULT_SHARE * psutil.virtual_memory().available))
+        ceiling = min(needed(full), program + int(_DEFAULT_SHARE * psutil.virtual_memory().available))
     if ceiling < minimum:
         machine = config.memory_bytes is None
         given = f"this machine has {_mib(ceiling)} to give" if machine else f"the ceiling is {_mib(ceiling)}"
         raise DoesNotFitError(
-            f"The model needs at least {_mib(minimum)} of memory, but {given} "
-            f"(program {_mib(program)}, dense weights {_mib(dense)}, workspace {_mib(workspace)}, smallest pool {_mib(least)}).",
+            f"The model needs at least {-(-minimum // MIB):,} MiB of memory, but {given} (program {_mib(program)}, "
+            f"dense weights {_mib(dense)}, workspace {_mib(minimum - program - dense - least)}, smallest pool {_mib(least)}).",
             hint="Close other programs, or choose a smaller model." if machine else f"Give at least --memory {-(-minimum // MIB)}MiB.",
         )
-    pool = (ceiling - fixed) // geometry.huge_page_bytes * geometry.huge_page_bytes
     # No pool is larger than all experts and the whole context of every sequence.
-    pool = min(pool, pool_bytes(everything, wanted_context * config.max_sequences) + reserve * page_bytes)
-    spare_pages = (
-        pool // geometry.huge_page_bytes * geometry.pages_per_huge(PageKind.EXPERT)
-        - (floor * layers + 2 * buffer_experts) * pages_per_expert
-    )
-    blocks = spare_pages * geometry.layout(PageKind.KV).per_parent // model.num_layers
-    context = min(wanted_context, blocks * block_tokens)
+    most = pool_bytes(everything, wanted_context * config.max_sequences, reserve)
+    sizes = range(0, most + 1, geometry.huge_page_bytes)
+    pool = sizes[bisect_right(sizes, ceiling, key=needed) - 1]
     return MemoryPlan(
-        geometry, block_tokens, ceiling, program, dense, workspace, pool, floor, buffer_experts, context, minimum, least, full
+        geometry=geometry,
+        block_tokens=block_tokens,
+        ceiling=ceiling,
+        program=program,
+        dense=dense,
+        workspace=needed(pool) - program - dense - pool,
+        pool=pool,
+        floor=floor,
+        buffer_experts=buffer_experts,
+        context=context_of(pool),
+        minimum=minimum,
+        least_pool=least,
+        full_pool=full,
     )
 
 

@@ -2,7 +2,7 @@
 
     step():  commit loaded experts -> schedule (take pages) -> adjust (experts <-> free blocks) -> forward -> sample -> reclaim
 
-Everything that moves pages does so between forward passes, so nothing is read while it is given away. Not thread-safe: one thread steps.
+Pages change owners between forward passes only, so nothing is read while it is given away. Not thread-safe: one thread steps.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from rimuru_cli.engine.config import EngineConfig, Progress
-from rimuru_cli.engine.experts.adjuster import AdjusterStats, Decision
+from rimuru_cli.engine.experts.adjuster import AdjusterStats
 from rimuru_cli.engine.experts.executor import Recorder
 from rimuru_cli.engine.loading import Parts, load_parts
 from rimuru_cli.engine.memory.geometry import PageKind
@@ -148,15 +148,11 @@ class Engine:
                 clock.started = now
                 rows.sequence.request.timings.cached_tokens = rows.sequence.computed
         logits = parts.runner.forward(plan)
+        sampling = [rows.sequence for rows in plan if rows.samples]
+        tokens = [] if logits is None else sample(logits, [self._samplers[s.request.id] for s in sampling])
+        # Only now, so that a step that fails can be tried again: a sequence whose newest token is computed always has a next one.
         self._count_rows(plan)
         self._steps += 1
-        sampling = [rows.sequence for rows in plan if rows.samples]
-        for rows in plan:
-            rows.sequence.computed += rows.count
-            rows.sequence.request.timings.computed_tokens += rows.count
-        if logits is None:
-            return []
-        tokens = sample(logits, [self._samplers[s.request.id] for s in sampling])
         return [self._accept(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[int]:
@@ -233,14 +229,17 @@ class Engine:
         if self._closed:
             return
         self._closed = True
-        for sequence in list(self._sequences.values()):
-            self._finish(sequence, "cancelled")
         parts = self._parts
-        parts.blocks.evict(parts.blocks.idle_pages)
-        parts.residency.close()
-        parts.buffers.close()
-        parts.loader.close()
-        parts.reader.close()
+        try:
+            for sequence in list(self._sequences.values()):
+                self._finish(sequence, "cancelled")
+            parts.blocks.evict(parts.blocks.idle_pages)
+            parts.residency.close()
+            parts.buffers.close()
+        finally:
+            # Whatever a torn step left behind: thread and files are given up.
+            parts.loader.close()
+            parts.reader.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -269,11 +268,11 @@ class Engine:
             expandable=residency.expandable,
         )
         decision = self._config.adjuster(stats)
-        if required_blocks > 0 and decision.shrink < 1:
-            # Whatever the policy, a sequence that needs pages gets them while experts are above the floor.
-            decision = Decision(1, 0, "sequences need pages")
-        shrunk = residency.shrink(decision.shrink) if decision.shrink else 0
-        expanded = residency.expand(decision.expand) if decision.expand else 0
+        # Whatever the policy, a sequence that needs pages gets them while experts are above the floor, and no expert takes them back.
+        shrink = max(decision.shrink, 1 if required_blocks > 0 else 0)
+        expand = 0 if shrink else max(decision.expand, 0)
+        shrunk = residency.shrink(shrink) if shrink else 0
+        expanded = residency.expand(expand) if expand else 0
         if shrunk or expanded:
             self._events.append(AdjusterEvent(self._steps, shrunk, expanded, decision.reason, stats.required_blocks, stats.free_blocks))
 
@@ -285,6 +284,8 @@ class Engine:
             request = rows.sequence.request
             request.expert_uses += rows.count * uses
             request.expert_hits += int(row_hits[start : start + rows.count].sum())
+            request.timings.computed_tokens += rows.count
+            rows.sequence.computed += rows.count
             start += rows.count
 
     def _accept(self, sequence: TokenSequence, token: int) -> TokenOutput:
@@ -315,4 +316,6 @@ class Engine:
 
 
 def _too_long(prompt_tokens: int, info: EngineInfo) -> str:
-    return f"The prompt has {prompt_tokens} tokens, but at most {info.context_limit} tokens of prompt and answer fit: {info.context_reason}."
+    return (
+        f"The prompt has {prompt_tokens} tokens, but at most {info.context_limit} tokens of prompt and answer fit: {info.context_reason}."
+    )

@@ -27,7 +27,6 @@ class TokenBlock:
 
     Attributes:
         pages: one entry per layer.
-        keys, values: views [block_tokens, num_kv_heads, head_dim] into those pages, one per layer.
         users: sequences that hold this block.
         tokens: the block's token ids once it is in the tree, else None.
         parent: the block before it (None at the beginning of a text).
@@ -35,8 +34,6 @@ class TokenBlock:
     """
 
     pages: list[int]
-    keys: list[Tensor]
-    values: list[Tensor]
     users: int = 1
     tokens: Tokens | None = None
     parent: TokenBlock | None = None
@@ -57,7 +54,7 @@ class KVBlocks:
 
     def __init__(self, pool: PagePool, view: KVView, num_layers: int) -> None:
         self._pool = pool
-        self._view = view
+        self.view = view
         self.num_layers = num_layers
         self.block_tokens = view.block_tokens
         self._roots: dict[Tokens, TokenBlock] = {}
@@ -80,11 +77,12 @@ class KVBlocks:
             OutOfPages: if the pool has too few free KV pages; nothing was taken.
         """
         pages = self._pool.allocate(PageKind.KV, count * self.num_layers)
-        blocks = []
-        for start in range(0, len(pages), self.num_layers):
-            own = pages[start : start + self.num_layers]
-            blocks.append(TokenBlock(own, [self._view.keys(p) for p in own], [self._view.values(p) for p in own]))
-        return blocks
+        return [TokenBlock(pages[start : start + self.num_layers]) for start in range(0, len(pages), self.num_layers)]
+
+    def rows_of(self, blocks: Sequence[TokenBlock]) -> Tensor:
+        """int64 [num_layers, 2, len(blocks) * view.rows_per_half]: where each layer's keys and values lie, see `KVView.rows_of`."""
+        pages = [block.pages[layer] for layer in range(self.num_layers) for block in blocks]
+        return self.view.rows_of(pages).view(2, self.num_layers, -1).transpose(0, 1)
 
     def match(self, tokens: Sequence[int]) -> Match:
         """Find the longest beginning of `tokens` in the tree and hold its whole blocks for the caller."""
@@ -113,9 +111,9 @@ class KVBlocks:
 
     def copy_tokens(self, source: TokenBlock, target: TokenBlock, count: int) -> None:
         """Copy the first `count` tokens' keys and values of `source` into `target`."""
-        for layer in range(self.num_layers):
-            target.keys[layer][:count] = source.keys[layer][:count]
-            target.values[layer][:count] = source.values[layer][:count]
+        for old, new in zip(source.pages, target.pages, strict=True):
+            self.view.keys(new)[:count] = self.view.keys(old)[:count]
+            self.view.values(new)[:count] = self.view.values(old)[:count]
 
     def remember(self, blocks: Sequence[TokenBlock], tokens: Sequence[int]) -> None:
         """Put a sequence's computed blocks into the tree; `tokens` are the ids whose keys and values are stored, in order."""
@@ -162,7 +160,7 @@ class KVBlocks:
 
     def _free(self, block: TokenBlock) -> None:
         self._pool.free(block.pages)
-        block.pages, block.keys, block.values = [], [], []
+        block.pages = []
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

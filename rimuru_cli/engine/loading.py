@@ -127,7 +127,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         notices=_notices(plan, config, model_config.max_positions),
         profile=str(config.profile) if profile is not None else None,
     )
-    runner = ModelRunner(model, experts)
+    runner = ModelRunner(model, experts, kv_view)
     return Parts(
         info, plan, reader, model, pool, blocks, host, residency, buffers, loader, experts, runner, frozenset(config_eos_ids(model_dir))
     )

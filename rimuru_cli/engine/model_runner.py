@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from rimuru_cli.engine.experts.executor import PooledExperts
+from rimuru_cli.engine.kv_blocks import TokenBlock
+from rimuru_cli.engine.memory.views import KVView
 from rimuru_cli.engine.scheduler import ScheduledRows
 from rimuru_kernels.paged_attention import paged_attention, store_kv
 from rimuru_models.interfaces import CausalLM, ForwardContext
@@ -16,19 +18,27 @@ from rimuru_models.interfaces import CausalLM, ForwardContext
 
 @dataclass(frozen=True)
 class _Span:
-    """Rows start .. stop - 1 of the batch: positions first .. first + (stop - start) - 1 of one sequence."""
+    """Rows start .. stop - 1 of the batch: positions first .. first + (stop - start) - 1 of one sequence.
+
+    Attributes:
+        written: the blocks in which these positions lie.
+        offset: place of the first of them in `written[0]`.
+        kv_rows: `Sequence.rows`.
+    """
 
     start: int
     stop: int
     first: int
-    keys: list[list[Tensor]]
-    values: list[list[Tensor]]
+    written: list[TokenBlock]
+    offset: int
+    kv_rows: Tensor
 
 
 class PagedKVCache:
     """The model's `KVCache`: keys and values go into the pages of each row's sequence and are read from there."""
 
-    def __init__(self) -> None:
+    def __init__(self, view: KVView) -> None:
+        self._view = view
         self._spans: list[_Span] = []
 
     def begin_step(self, plan: Sequence[ScheduledRows]) -> None:
@@ -36,29 +46,37 @@ class PagedKVCache:
         self._spans = []
         start = 0
         for rows in plan:
-            sequence = rows.sequence
-            self._spans.append(_Span(start, start + rows.count, sequence.computed, sequence.keys, sequence.values))
+            sequence, first = rows.sequence, rows.sequence.computed
+            assert sequence.rows is not None, "a scheduled sequence has blocks"
+            block, offset = divmod(first, self._view.block_tokens)
+            written = sequence.blocks[block : (first + rows.count - 1) // self._view.block_tokens + 1]
+            self._spans.append(_Span(start, start + rows.count, first, written, offset, sequence.rows))
             start += rows.count
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None) -> Tensor:
         """Store k, v [T, G, D] and return causal attention [T, H, D] of q over each row's own sequence."""
+        view, size = self._view, self._view.block_tokens
         parts = []
         for span in self._spans:
-            keys, values = span.keys[layer], span.values[layer]
             rows = slice(span.start, span.stop)
-            store_kv(k[rows], v[rows], keys, values, span.first)
-            num_tokens = span.first + span.stop - span.start
-            parts.append(paged_attention(q[rows], keys, values, num_tokens, scale=scale, sliding_window=sliding_window))
+            pages = [block.pages[layer] for block in span.written]
+            store_kv(k[rows], v[rows], [view.keys(p) for p in pages], [view.values(p) for p in pages], span.offset)
+            # Copied together in one gather each: a tensor for every page would cost more than the attention itself.
+            end = span.first + span.stop - span.start
+            oldest = 0 if sliding_window is None else max(0, span.first - sliding_window + 1) // size
+            used = slice(oldest * view.rows_per_half, -(-end // size) * view.rows_per_half)
+            keys, values = (view.gather(half[used]) for half in span.kv_rows[layer])
+            parts.append(paged_attention(q[rows], [keys], [values], end - oldest * size, scale=scale, sliding_window=sliding_window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class ModelRunner:
     """Runs the model over a plan and returns the logits that are sampled from."""
 
-    def __init__(self, model: CausalLM, experts: PooledExperts) -> None:
+    def __init__(self, model: CausalLM, experts: PooledExperts, kv_view: KVView) -> None:
         self._model = model
         self._experts = experts
-        self._cache = PagedKVCache()
+        self._cache = PagedKVCache(kv_view)
 
     def forward(self, plan: Sequence[ScheduledRows]) -> Tensor | None:
         """Logits float32 [number of sampling rows, vocab] in plan order, or None if no row is sampled from."""

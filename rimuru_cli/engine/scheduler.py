@@ -12,11 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.kv_blocks import KVBlocks, TokenBlock
 from rimuru_cli.engine.request import RequestStatus
 from rimuru_cli.engine.sequence import Sequence
 
-# Asks for room for so many KV pages beyond what is free now; returns whether that much became free.
+# Asks for experts to be retired until so many KV pages are free in all; returns whether they are. If not, nothing was retired.
 MakeRoom = Callable[[int], bool]
 
 
@@ -91,13 +91,16 @@ class Scheduler:
         sequence.drop_blocks()
 
     def _room(self, num_blocks: int) -> bool:
-        """Make sure that so many blocks can be allocated now, without preempting anyone."""
-        lacking = num_blocks * self._blocks.num_layers - self._available_pages()
-        if lacking <= 0:
-            return True
-        self._blocks.evict(lacking)
-        lacking = num_blocks * self._blocks.num_layers - self._available_pages()
-        return lacking <= 0 or self._make_room(num_blocks * self._blocks.num_layers)
+        """Make sure that so many blocks can be allocated now, without preempting anyone; changes nothing and returns False if not.
+
+        Blocks kept for reuse go first, experts only for what is lacking beyond them; whether the experts' floor allows it is asked
+        before anything is given up.
+        """
+        wanted, idle = num_blocks * self._blocks.num_layers, self._blocks.idle_pages
+        if self._available_pages() + idle < wanted and not self._make_room(wanted - idle):
+            return False
+        self._blocks.evict(wanted - self._available_pages())
+        return True
 
     def _grow(self, sequence: Sequence, count: int) -> bool:
         """Get the blocks for `count` more tokens, preempting younger sequences if need be; False if this one was preempted instead."""
@@ -109,8 +112,11 @@ class Scheduler:
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.append_blocks(self._blocks.allocate(wanted))
+        self._append(sequence, self._blocks.allocate(wanted))
         return True
+
+    def _append(self, sequence: Sequence, blocks: list[TokenBlock]) -> None:
+        sequence.append_blocks(blocks, self._blocks.rows_of(blocks))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -138,7 +144,7 @@ class Scheduler:
             self._blocks.release(match.blocks)
             assert self.running, "a sequence that was accepted does not fit into the pool on its own"
             return False
-        sequence.append_blocks(match.blocks + self._blocks.allocate(wanted))
+        self._append(sequence, match.blocks + self._blocks.allocate(wanted))
         sequence.computed = shared * self._blocks.block_tokens
         if match.partial is not None:
             self._blocks.copy_tokens(match.partial, sequence.blocks[shared], match.partial_tokens)

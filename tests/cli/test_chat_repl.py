@@ -159,6 +159,21 @@ def test_errors_do_not_end_the_talk(talk: Talk) -> None:
     assert len(session.conversation.messages) == 2
 
 
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "~nobody-of-this-name/talk.json", "a\nb/c"])
+@pytest.mark.parametrize("command", ["/save", "/save!", "/load"])
+def test_a_file_name_that_cannot_be_does_not_end_the_talk(command: str, name: str, talk: Talk) -> None:
+    code, out, err, session = talk("x", f"{command} {name}", "y")
+    assert (code, out) == (0, "Hello there.\nHello there.\n") and len(session.conversation.messages) == 4
+    assert err.count("error: ") == 1 and "bug" not in err
+
+
+def test_a_prompt_that_was_stopped_claims_no_times(talk: Talk) -> None:
+    engine = PressingEngine()
+    engine.presses, engine.reply = 1, lambda prompt: ""
+    _, _, err, _ = talk("x", engine=engine)
+    assert "taken back" in err and "tok/s" not in err and "TTFT" not in err
+
+
 def test_an_answer_that_is_cut_says_why(talk: Talk) -> None:
     assert "context of 30 tokens is full" in talk("hello", engine=FakeEngine(context_limit=30))[2]
     _, out, err, _ = talk("/set max_tokens 3", "hello")

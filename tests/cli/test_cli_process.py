@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -51,6 +52,26 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     err = process.stderr.read()
     assert process.wait(30) == 0
     assert b"Traceback" not in err and b"Broken" not in err
+
+
+BROKEN_STREAMS = ["2>&-", "2>/dev/full", ">&-", "<&- >&- 2>&-", ">/dev/full", ">/dev/full 2>/dev/full"]
+
+
+@posix_only
+@pytest.mark.parametrize("streams", BROKEN_STREAMS)
+@pytest.mark.parametrize("arguments", ["run m hi", "run m hi --json", "run m hi --json --stream", "config", "config --json", "--version", "run --json"])
+def test_streams_that_are_closed_or_full_are_no_bugs(streams: str, arguments: str) -> None:
+    if "/dev/full" in streams and not Path("/dev/full").exists():
+        pytest.skip("this system has no full device")
+    line = f"{shlex.join(command({}))} {arguments} {streams}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, timeout=60, check=False)
+    full = ">/dev/full" in streams.replace("2>/dev/full", "")
+    assert done.returncode == (2 if arguments == "run --json" else 5 if full else 0)
+    assert all(word not in done.stderr for word in (b"Traceback", b"Exception ignored", b"bug"))
+    if full and "2>" not in streams:
+        assert b"error: " in done.stderr, "with a full stdout, --json errors are said on stderr"
+    if streams.startswith("2>") and arguments == "run m hi":
+        assert done.stdout == b"Hello there.\n"
 
 
 @posix_only

@@ -125,3 +125,28 @@ def test_tiled_projections_give_the_same_text(qwen3: Path, expected: dict[str, l
         assert engine.info.page_bytes <= 6400
         assert _converse(engine) == expected["qwen3_moe"]
         assert_all_free(engine)
+
+
+@pytest.mark.parametrize("wrong", [Decision(1, 10**9, "steady"), Decision(-5, -5, "steady"), Decision(10**9, -1, "steady")])
+def test_a_policy_that_breaks_its_contract_cannot_hang_the_engine_or_change_the_text(
+    wrong: Decision, qwen3: Path, expected: dict[str, list[list[int]]]
+) -> None:
+    """Admitting in the same breath what is retired for a sequence would go on for ever."""
+    consulted = 0
+
+    def decide(stats: AdjusterStats) -> Decision:
+        nonlocal consulted
+        consulted += 1
+        assert consulted < 2000, "the engine asks for ever"
+        return wrong
+
+    engine = load_engine(qwen3, 0.3, EngineConfig(max_batch_tokens=24, context=CONTEXT, adjuster=decide))
+    assert _converse(engine) == expected["qwen3_moe"]
+    assert_all_free(engine)
+
+
+def test_negative_decisions_move_nothing(qwen3: Path) -> None:
+    engine = load_engine(qwen3, 0.5, EngineConfig(context=CONTEXT, adjuster=lambda stats: Decision(-1, -1, "steady")))
+    engine.submit([1, 2, 3], GREEDY)
+    run_all(engine)
+    assert engine.snapshot().events == ()

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from tiny_checkpoints import write_tiny_checkpoint
 
 from rimuru_cli.engine.config import EngineConfig, plan_memory
 from rimuru_cli.engine.engine import Engine
+from rimuru_cli.engine.experts.adjuster import Decision
 from rimuru_cli.engine.request import RequestStatus, SamplingParams
 from rimuru_models.errors import CheckpointError, DoesNotFitError, UsageError
 from rimuru_models.weights import CheckpointReader
@@ -135,6 +139,18 @@ def test_nothing_is_planned_beyond_the_ceiling(qwen3: Path, extra_mib: int) -> N
     assert plan.program + plan.dense + plan.workspace + plan.pool <= ceiling
 
 
+def test_the_workspace_is_planned_for_the_context_that_is_promised(tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "long", "olmoe", max_position_embeddings=200_000)
+    with CheckpointReader(folder) as reader:
+        small = plan_memory(reader.config, reader.expert_dtype, EngineConfig(), program=0)
+        ceiling = small.ceiling + (500 << 20)
+        large = plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=ceiling), program=0)
+        gathered = 2 * 4 * reader.config.num_kv_heads * reader.config.head_dim
+    assert large.context > 2 * small.context > 8192
+    assert large.workspace - small.workspace >= gathered * (large.context - small.context)
+    assert large.dense + large.workspace + large.pool <= ceiling < large.dense + large.workspace + large.pool + (64 << 10)
+
+
 def test_cancelling_frees_every_page(qwen3: Path) -> None:
     engine = load_engine(qwen3, config=EngineConfig(max_batch_tokens=8))
     waiting, running = engine.submit(PROMPT, GREEDY), engine.submit([*PROMPT, 1], GREEDY)
@@ -207,10 +223,73 @@ def test_a_checkpoint_full_of_nan_is_an_error_and_the_engine_survives_it(tmp_pat
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     engine = load_engine(folder)
     request = engine.submit(PROMPT, GREEDY)
-    with pytest.raises(CheckpointError, match="not numbers"):
-        engine.step()
+    for _ in range(2):  # a step that failed can be tried again: nothing counts as computed that gave no token
+        with pytest.raises(CheckpointError, match="not numbers"):
+            engine.step()
+        engine.check_integrity()
     engine.cancel(request)
     assert_all_free(engine)
+
+
+def test_an_expert_that_cannot_be_loaded_is_an_error_and_the_engine_can_be_closed(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine(qwen3, 0.5, EngineConfig(context=64, adjuster=lambda stats: Decision(0, 2, "free blocks to spare")))
+    threads = threading.active_count()
+
+    def fail(*args: object) -> None:
+        raise CheckpointError("the shard is gone")
+
+    monkeypatch.setattr(engine._parts.host, "expert", fail)
+    engine._parts.residency.expand(2)
+    assert threading.active_count() > threads
+    with pytest.raises(CheckpointError, match="the shard is gone"):
+        for _ in range(50):
+            engine.submit([1], GREEDY)
+            engine.step()
+            time.sleep(0.01)
+    engine.check_integrity()
+    engine._parts.residency.expand(1)
+    assert_all_free(engine)
+    assert threading.active_count() == threads, "the loader's thread is still there"
+
+
+@pytest.mark.parametrize("layout", ["per_expert", "fused"])
+def test_no_file_is_opened_after_loading(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shard that is deleted while somebody talks is an error while loading or none at all."""
+    folder = write_tiny_checkpoint(tmp_path / "m", "qwen3_moe", shards=3, layout=layout)
+    expected = resident_tokens(folder, PROMPT, 20)
+    engine = load_engine(folder, 0.0, EngineConfig(context=64, max_batch_tokens=8))
+
+    def fail(*args: object) -> None:
+        raise AssertionError("a file is read that was not needed while loading")
+
+    monkeypatch.setattr(CheckpointReader, "view", fail)
+    assert answer(engine, PROMPT).output_ids == expected
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_batch_tokens": 0},
+        {"max_sequences": 0},
+        {"block_tokens": 0},
+        {"context": 0},
+        {"expert_offload_limit": -1},
+        {"resident_share": 1.5},
+        {"resident_share": float("nan")},
+        {"decay": 1.0},
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(wrong))):
+        EngineConfig(**wrong)
+
+
+@pytest.mark.parametrize("width", [48, 37])
+def test_a_full_pool_is_whole_pages_and_holds_every_expert(width: int, tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "m", "qwen3_moe", moe_intermediate_size=width, hidden_size=40, dtype=torch.bfloat16)
+    for engine in (load_engine(folder), Engine.load(folder, EngineConfig(pool_bytes=1 << 30))):
+        assert engine.snapshot().resident_experts == engine.snapshot().total_experts
+        assert_all_free(engine)
 
 
 def test_the_floor_of_resident_experts(qwen3: Path) -> None:

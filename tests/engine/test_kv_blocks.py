@@ -32,8 +32,8 @@ def _store(blocks: KVBlocks, tokens: list[int]) -> list[TokenBlock]:
     own = blocks.allocate(blocks.blocks_for(len(tokens)))
     for position, token in enumerate(tokens):
         for layer in range(LAYERS):
-            own[position // SIZE].keys[layer][position % SIZE] = token
-            own[position // SIZE].values[layer][position % SIZE] = -token
+            blocks.view.keys(own[position // SIZE].pages[layer])[position % SIZE] = token
+            blocks.view.values(own[position // SIZE].pages[layer])[position % SIZE] = -token
     blocks.remember(own, tokens)
     blocks.release(own)
     return own
@@ -43,7 +43,6 @@ def test_a_block_is_one_page_of_every_layer(blocks: KVBlocks, pool: PagePool) ->
     own = blocks.allocate(2)
     assert pool.allocator.owned(PageKind.KV) == 2 * LAYERS
     assert len({page for block in own for page in block.pages}) == 2 * LAYERS
-    assert own[0].keys[0].shape == (SIZE, 2, 8)
     blocks.release(own)
     assert pool.allocator.owned(PageKind.KV) == 0
 
@@ -78,10 +77,19 @@ def test_copied_tokens_carry_their_contents(blocks: KVBlocks) -> None:
     source = _store(blocks, [5, 6, 7])[0]
     target = blocks.allocate(1)[0]
     blocks.copy_tokens(source, target, 2)
-    for layer in range(LAYERS):
-        assert target.keys[layer][:, 0, 0].tolist()[:2] == [5.0, 6.0]
-        assert target.values[layer][:, 1, 3].tolist()[:2] == [-5.0, -6.0]
-        assert target.keys[layer][2:].isnan().all()
+    for page in target.pages:
+        assert blocks.view.keys(page)[:, 0, 0].tolist()[:2] == [5.0, 6.0]
+        assert blocks.view.values(page)[:, 1, 3].tolist()[:2] == [-5.0, -6.0]
+        assert blocks.view.keys(page)[2:].isnan().all()
+
+
+def test_the_rows_of_blocks_are_their_tokens_in_order(blocks: KVBlocks) -> None:
+    own = _store(blocks, [5, 6, 7, 8, 9])
+    rows = blocks.rows_of([own[1], own[0]])
+    assert rows.shape == (LAYERS, 2, 2 * blocks.view.rows_per_half)
+    for keys, values in rows:
+        assert blocks.view.gather(keys)[:, 1, 7].tolist()[4:] == [5.0, 6.0, 7.0, 8.0]
+        assert blocks.view.gather(values)[0].eq(-9.0).all()
 
 
 def test_the_same_text_twice_is_kept_once_and_its_continuation_is_found(blocks: KVBlocks, pool: PagePool) -> None:
@@ -123,14 +131,14 @@ def test_random_use_never_loses_or_leaks_a_page(seed: int, blocks: KVBlocks, poo
             match = blocks.match(tokens)
             held = len(match.blocks) * SIZE
             for position in range(held):
-                key = match.blocks[position // SIZE].keys[0][position % SIZE, 0, 0]
+                key = blocks.view.keys(match.blocks[position // SIZE].pages[0])[position % SIZE, 0, 0]
                 assert key == tokens[position], "a shared block holds another text"
             wanted = blocks.blocks_for(len(tokens)) - len(match.blocks)
             if wanted * LAYERS > pool.allocator.available(PageKind.KV):
                 blocks.evict(wanted * LAYERS)
             own = match.blocks + blocks.allocate(wanted)
             for position in range(held, len(tokens)):
-                own[position // SIZE].keys[0][position % SIZE] = tokens[position]
+                blocks.view.keys(own[position // SIZE].pages[0])[position % SIZE] = tokens[position]
             running.append((tokens, own))
         elif action < 0.8 and running:
             tokens, own = running.pop(generator.randrange(len(running)))

@@ -141,6 +141,29 @@ def test_a_newcomer_waits_until_its_whole_prompt_fits() -> None:
     assert len(bench.scheduler.waiting) == 1
 
 
+def test_a_newcomer_that_does_not_fit_costs_nobody_the_blocks_kept_for_reuse() -> None:
+    bench = Bench(8)
+    finished = bench.add(8)
+    bench.step()
+    bench.scheduler.remove(finished)
+    bench.add(12)
+    bench.step()
+    bench.add(24)
+    assert [r[0] for r in bench.step()] == [2]
+    assert bench.blocks.idle_pages == 2 * LAYERS
+
+
+def test_experts_and_blocks_kept_for_reuse_give_way_together() -> None:
+    bench = Bench(8, held=3)
+    finished = bench.add(8)
+    bench.step()
+    bench.scheduler.remove(finished)
+    sequence = bench.add(26)
+    bench.step()
+    bench.step()
+    assert len(sequence.blocks) == 7 and bench.blocks.idle_pages == 0 and len(bench.experts) == LAYERS
+
+
 @pytest.mark.parametrize("num_blocks", [5, 8, 13])
 def test_everybody_finishes_whatever_the_pool(num_blocks: int) -> None:
     """No hang: with room for one sequence at least, all sequences reach their end."""

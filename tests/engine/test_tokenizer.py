@@ -93,6 +93,13 @@ def test_eos_is_a_union(folder: Path, generation: object, config: object, expect
     assert config_eos_ids(folder) >= expected - {IM_END}
 
 
+@pytest.mark.parametrize("broken", [b"\xff\xfe", b"{", b"[]", b""])
+def test_a_broken_generation_config_leaves_the_end_to_the_others(broken: bytes, folder: Path) -> None:
+    (folder / "generation_config.json").write_bytes(broken)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": END_OF_TEXT}), encoding="utf-8")
+    assert Tokenizer.from_dir(folder).eos_ids == {IM_END, END_OF_TEXT}
+
+
 def test_special_tokens_from_either_file(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token={"content": "<|endoftext|>", "special": True}, bos_token=None)
     edit(folder / "special_tokens_map.json", eos_token="<|im_end|>", bos_token="<|im_start|>")

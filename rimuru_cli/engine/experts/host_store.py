@@ -20,19 +20,16 @@ class HostStore:
 
     def __init__(self, reader: CheckpointReader) -> None:
         config = reader.config
-        self._reader = reader
-        self._moe_layers = config.moe_layers
         self.num_layers = len(config.moe_layers)
         self.num_experts = config.num_experts
         self.dtype = reader.expert_dtype
         self.expert_bytes = 3 * config.expert_intermediate * config.hidden_size * self.dtype.itemsize
-        self._cache: list[list[ExpertTensors | None]] = [[None] * self.num_experts for _ in range(self.num_layers)]
         self.bytes_read = 0
+        # All views at once: a file that is gone shows now and not in the middle of an answer, and no small object made then lies between
+        # the large temporary tensors of a step, where it would keep the process from giving their memory back.
+        self._experts = [list(reader.experts(layer)) for layer in config.moe_layers]
 
     def expert(self, layer: int, expert: int) -> ExpertTensors:
         """Views of one expert: gate and up [f, d], down [d, f], in the checkpoint's dtype. Counts as a read of the host tier."""
         self.bytes_read += self.expert_bytes
-        found = self._cache[layer][expert]
-        if found is None:
-            found = self._cache[layer][expert] = self._reader.expert(self._moe_layers[layer], expert)
-        return found
+        return self._experts[layer][expert]

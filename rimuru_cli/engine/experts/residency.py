@@ -121,10 +121,17 @@ class Residency:
         return started
 
     def commit(self, *, wait: bool = False) -> None:
-        """Make experts visible whose copies completed; with `wait`, all of them. Only between steps."""
+        """Make experts visible whose copies completed; with `wait`, all of them. Only between steps.
+
+        Raises:
+            Exception: what went wrong with a copy; that expert is absent again, its pages are free.
+        """
         for key, (pages, future) in list(self._loading.items()):
             if wait or future.done():
-                future.result()
+                error = future.exception()
+                if error is not None:
+                    self._abandon(*key)
+                    raise error
                 del self._loading[key]
                 self._show(*key, pages)
 
@@ -145,24 +152,21 @@ class Residency:
     def offer(self, layer: int, missed: Iterable[int], margin: float) -> None:
         """Let missed experts of one layer take the pages of residents that they outrank by the factor `margin`."""
         scores = self._ranking.scores[layer]
-        mask = self.resident[layer]
+        victim = self._worst_of(layer)
         for expert in missed:
-            if not mask.any():
-                return
-            if (layer, expert) in self._loading:
-                continue
-            victim = int(np.where(mask, scores, np.inf).argmin())
-            if scores[expert] <= scores[victim] * margin:
+            if victim is None or scores[expert] <= scores[victim] * margin or (layer, expert) in self._loading:
                 continue
             pages = [int(p) for p in self.entries[layer, victim]]
             self._hide(layer, victim)
             self._copy(layer, expert, pages)
             self._show(layer, expert, pages)
             self.swaps += 1
+            victim = self._worst_of(layer)
 
     def close(self) -> None:
-        """Retire everything: all expert pages go back to the pool."""
-        self.commit(wait=True)
+        """Retire everything: all expert pages go back to the pool, also those of copies that failed."""
+        for layer, expert in list(self._loading):
+            self._abandon(layer, expert)
         for layer, expert in np.argwhere(self.resident):
             self._retire(int(layer), int(expert))
 
@@ -176,6 +180,14 @@ class Residency:
         pages = [int(p) for p in visible.reshape(-1)] + [p for own, _ in self._loading.values() for p in own]
         assert len(pages) == len(set(pages)), "two experts share a page"
         assert all(self._pool.allocator.owner_of(p) is PageKind.EXPERT for p in pages), "an expert's page is not an expert page"
+
+    def _abandon(self, layer: int, expert: int) -> None:
+        """Give up an expert that is being loaded, once nothing writes to its pages any more."""
+        pages, future = self._loading[layer, expert]
+        future.exception()
+        del self._loading[layer, expert]
+        self._pool.free(pages)
+        self.counts[layer] -= 1
 
     def _copy(self, layer: int, expert: int, pages: list[int]) -> None:
         source = self._host.expert(layer, expert)
@@ -200,6 +212,11 @@ class Residency:
         self._hide(layer, expert)
         self._pool.free(pages)
         self.counts[layer] -= 1
+
+    def _worst_of(self, layer: int) -> int | None:
+        """The lowest-ranked visible expert of a layer, or None if there is none."""
+        visible = self.resident[layer]
+        return int(np.where(visible, self._ranking.scores[layer], np.inf).argmin()) if visible.any() else None
 
     def _worst_resident(self) -> list[tuple[int, int]]:
         return _ordered(self._ranking.scores, self.resident, descending=False)

@@ -10,6 +10,7 @@ A view does not know who owns a page: reading through the wrong one gives nonsen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -152,6 +153,33 @@ class KVView(_View):
     def values(self, entry: int) -> Tensor:
         """[B, Hkv, D]."""
         return self._at(entry, self._shape, self._strides, self._half)
+
+    @cached_property
+    def rows(self) -> Tensor:
+        """The pool as [num_rows, n], a view, n as large as lets every half page (keys, or values) be whole rows. See `rows_of`."""
+        geometry = self.pool.geometry
+        layout = geometry.layout(PageKind.KV)
+        assert layout.parent is not None, "KV pages lie in expert or SSM pages"
+        parent = geometry.layout(layout.parent)
+        # A page starts at a sum of multiples of these, and its values half a page further on.
+        starts = (geometry.huge_page_bytes, parent.stride_bytes, layout.stride_bytes, self._half * self.dtype.itemsize)
+        row = math.gcd(*starts) // self.dtype.itemsize
+        return self._at(0, (self._data.numel() // row, row), (row, 1))
+
+    def rows_of(self, entries: Sequence[int]) -> Tensor:
+        """int64 [2, len(entries) * rows_per_half]: the rows of `rows` that hold these pages' keys [0] and values [1], in order."""
+        first = torch.tensor(entries, dtype=torch.int64) * self._per_entry // self.rows.shape[1]
+        halves = torch.arange(2 * self.rows_per_half).view(2, 1, -1)
+        return (first.view(1, -1, 1) + halves).view(2, -1)
+
+    @cached_property
+    def rows_per_half(self) -> int:
+        """Rows of `rows` that the keys (or the values) of one page take."""
+        return self._half // self.rows.shape[1]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """Copy keys or values of pages together: [tokens of these pages, Hkv, D], for rows from `rows_of` (one of its two halves)."""
+        return self.rows.index_select(0, rows).view(-1, *self._shape[1:])
 
 
 class SSMView(_View):

@@ -176,6 +176,30 @@ def test_one_page_lives_many_lives() -> None:
     pool.allocator.check_integrity()
 
 
+@pytest.mark.parametrize(
+    ("expert_bytes", "heads", "head_dim", "block", "rows_per_half"),
+    [
+        pytest.param(6144, 2, 12, 4, 1, id="half pages fill the pool"),
+        pytest.param(3072 + 256, 2, 12, 4, 3, id="a tail after the pages of each parent"),
+        pytest.param(4096, 2, 10, 3, 15, id="pages rounded up to an entry"),
+    ],
+)
+def test_keys_and_values_of_scattered_pages_are_gathered(
+    expert_bytes: int, heads: int, head_dim: int, block: int, rows_per_half: int
+) -> None:
+    geometry = PoolGeometry.from_bytes(expert_bytes, block * 2 * heads * head_dim * 4)
+    pool = PagePool(geometry, 6 * expert_bytes, poison=True)
+    view = KVView(pool, heads, head_dim, block, torch.float32)
+    pages = pool.allocate(PageKind.KV, pool.allocator.available(PageKind.KV))[::-2]
+    for page in pages:
+        view.keys(page).copy_(torch.randn(block, heads, head_dim))
+        view.values(page).copy_(torch.randn(block, heads, head_dim))
+    assert view.rows_per_half == rows_per_half
+    keys, values = view.rows_of(pages)
+    assert torch.equal(view.gather(keys), torch.cat([view.keys(page) for page in pages]))
+    assert torch.equal(view.gather(values), torch.cat([view.values(page) for page in pages]))
+
+
 def test_kinds_side_by_side_keep_to_their_bytes() -> None:
     pool = make_pool(num_huge=3)
     experts, kv = ExpertView(pool, F, D, torch.float32), KVView(pool, HEADS, HEAD_DIM, BLOCK, torch.float32)
