@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.util
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
+OLDEST_CAPABILITY = (8, 0)
+"""The kernels use bfloat16 matrix units, which GPUs have from this compute capability on."""
+
 
 class Backend(NamedTuple):
-    """name: "torch" (plain torch on the CPU); reason: why this one, a phrase to show to a person."""
+    """name: "triton" (kernels on a CUDA device) or "torch" (plain torch on the CPU); reason: why, a phrase to show to a person."""
 
-    name: str
+    name: Literal["triton", "torch"]
     reason: str
 
 
 @cache
 def select_backend() -> Backend:
     """The backend of this process; the same answer each time."""
-    if torch.cuda.is_available():
-        return Backend("torch", "CUDA device present, but this version computes on the CPU")
-    return Backend("torch", "no CUDA device found")
+    if not torch.cuda.is_available():
+        return Backend("torch", "no CUDA device found")
+    name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+    version = ".".join(map(str, capability))
+    if capability < OLDEST_CAPABILITY:
+        needed = ".".join(map(str, OLDEST_CAPABILITY))
+        return Backend("torch", f"{name} has compute capability {version}, and the kernels need {needed}")
+    if importlib.util.find_spec("triton") is None:
+        return Backend("torch", f"{name} is here, but the package triton is not installed")
+    return Backend("triton", f"{name}, compute capability {version}")

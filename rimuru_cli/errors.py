@@ -66,10 +66,14 @@ def report(error: BaseException, out: Output) -> int:
 
 
 def show(failure: Failure, out: Output) -> int:
-    """Show a failure that has its words already and return its exit code."""
+    """Show a failure that has its words already and return its exit code. What stdout does not take (it is full) goes to stderr."""
     if out.json:
-        out.emit(failure.to_dict())
-    elif failure.exit_code == INTERRUPTED:
+        try:
+            out.emit(failure.to_dict())
+            return failure.exit_code
+        except OSError:
+            pass
+    if failure.exit_code == INTERRUPTED:
         out.note(failure.message)
     else:
         out.note(f"error: {failure.message}", "red")

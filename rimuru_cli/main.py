@@ -17,6 +17,7 @@ from rimuru_cli.commands import _options as options
 from rimuru_cli.commands.bench import bench_app
 from rimuru_cli.commands.chat import chat
 from rimuru_cli.commands.config import config
+from rimuru_cli.commands.doctor import doctor
 from rimuru_cli.commands.profile_hotset import profile_hotset
 from rimuru_cli.commands.run import run
 from rimuru_cli.output import Output, ReaderGone, prepare_streams
@@ -36,6 +37,7 @@ app.command(rich_help_panel=options.TALK)(run)
 app.command(rich_help_panel=options.TUNE)(profile_hotset)
 app.add_typer(bench_app, name="bench", rich_help_panel=options.TUNE)
 app.command(rich_help_panel=options.SETUP)(config)
+app.command(rich_help_panel=options.SETUP)(doctor)
 
 
 def _print_version(asked: bool) -> None:
@@ -102,7 +104,7 @@ def _asks_for_json(words: Sequence[str]) -> bool:
 
 
 def _command_words(words: Sequence[str]) -> str:
-    known = {"chat", "run", "profile-hotset", "bench", "config"}
+    known = {"chat", "run", "profile-hotset", "bench", "config", "doctor"}
     return f"rimuru {words[0]}" if words and words[0] in known else "rimuru"
 
 

@@ -30,8 +30,16 @@ class ReaderGone(Exception):
 
 
 def prepare_streams() -> None:
-    """Make stdout and stderr UTF-8 whatever the locale says; what cannot be encoded (lone surrogates) becomes '?'."""
-    for stream in (sys.stdout, sys.stderr):
+    """Make stdout and stderr UTF-8 whatever the locale says; what cannot be encoded (lone surrogates) becomes '?'.
+
+    One that the caller closed becomes a stream to nowhere. It takes the free descriptor, too, so that no file which is opened later
+    gets to be the one that libraries write their warnings to.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8", errors="replace"))  # noqa: SIM115  # until the process ends
+            continue
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(encoding="utf-8", errors="replace")
@@ -84,11 +92,11 @@ class Output:
         self.write_note(text + "\n", style)
 
     def write_note(self, text: str, style: Style | None = None) -> None:
-        """Write text to stderr without a newline. A closed stderr is not an error."""
+        """Write text to stderr without a newline. A stderr that takes nothing (gone, full) is not an error."""
         if self._bar is not None:
             self._bar.wipe()  # it comes back with its next update, below the note
         clean = text.translate(_CONTROLS) if is_terminal(self.stderr) else text
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self.stderr.write(self.paint(clean, style, self.stderr))
             self.stderr.flush()
 
@@ -149,7 +157,7 @@ class _Bar:
             self.width = 0
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(BrokenPipeError):
+        with contextlib.suppress(OSError):
             self.stream.write(text)
             self.stream.flush()
 

@@ -14,6 +14,9 @@ if os.environ.get("PYTEST_XDIST_WORKER"):
     # Before torch is imported, so that it and every child process keep to one thread.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("MKL_NUM_THREADS", "1")
+if not any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/dxg")):
+    # Without a GPU Triton's kernels are interpreted; triton reads this once, when it is imported.
+    os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, when it is imported
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rimuru_kernels.fused_moe import reference
+from rimuru_kernels.fused_moe.workspace import MoeWorkspace, workspace_bytes
 
-__all__ = ["expert_ffn", "gathered_moe"]
+__all__ = ["MoeWorkspace", "expert_ffn", "gathered_moe", "paged_moe", "workspace_bytes"]
+
+PAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
@@ -33,3 +37,72 @@ def gathered_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> T
         shapes = [tuple(t.shape) for t in (x, gate_up, down, weights)]
         raise ValueError(f"gathered_moe: x, gate_up, down, weights of shapes {shapes} do not belong together")
     return reference.gathered_moe(x, gate_up, down, weights)
+
+
+def paged_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    pool: Tensor,
+    entries: Tensor,
+    f: int,
+    *,
+    out: Tensor | None = None,
+    workspace: MoeWorkspace | None = None,
+) -> Tensor:
+    """One MoE layer whose expert weights are read where they lie, in pages of the pool: resident pages and loading buffers alike.
+
+    On a CUDA device nothing waits for the host and the launches depend on T alone, so the call can be captured in a graph (give `out` and
+    `workspace` then). The result is the same bits for every placement of the pages.
+
+    Args:
+        x: [T, d], bfloat16, float16 or float32; weights in the pool have the same dtype.
+        topk_ids: [T, k] int32 or int64; the experts of each token, all present in `entries`. A negative id adds nothing.
+        topk_weights: [T, k] float32.
+        pool: uint8 [bytes], the whole page pool.
+        entries: int32 [E, 3·t] of this layer: t gate row tiles, t up, t down; an entry is a page's offset from the pool's start in units of
+            256 bytes, −1 for absent experts, which are never read. Gate and up are [f, d], down is [d, f], cut along their rows.
+        f: expert intermediate size.
+        out: [T, d] of x's dtype to write to, else a new tensor.
+        workspace: scratch for at least T tokens, else one is made for this call.
+
+    Returns:
+        [T, d], `out` where given: Σ over slots of topk_weights · W_down (silu(W_gate x) · (W_up x)).
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not belong together.
+    """
+    tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "pool": pool, "entries": entries}
+    out = torch.empty_like(x) if out is None else out
+    _check_paged(tensors | {"out": out}, f)
+    if not x.is_cuda:
+        return reference.paged_moe(x, topk_ids, topk_weights, pool, entries, f, out)
+    from rimuru_kernels.fused_moe import launch
+
+    sizes = (topk_ids.shape[1], entries.shape[0], f, x.shape[1], x.dtype, x.device)
+    if workspace is None:
+        workspace = MoeWorkspace(x.shape[0], *sizes)
+    elif not workspace.holds(x.shape[0], *sizes):
+        raise ValueError(f"paged_moe: the workspace was made for other sizes than T = {x.shape[0]} and k, E, f, d, dtype, device = {sizes}")
+    return launch.run(x, topk_ids, topk_weights, launch.paged_weights(pool, entries, x.dtype), f, out, workspace)
+
+
+def _check_paged(tensors: dict[str, Tensor], f: int) -> None:
+    x, ids, weights, pool, entries, out = tensors.values()
+    shapes = {name: tuple(t.shape) for name, t in tensors.items()}
+    if x.ndim != 2 or ids.ndim != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape or out.shape != x.shape or pool.ndim != 1:
+        raise ValueError(f"paged_moe: tensors of shapes {shapes} do not belong together")
+    tiles, rest = divmod(entries.shape[-1], 3)
+    if entries.ndim != 2 or rest or tiles < 1 or f < 1 or f % tiles or x.shape[1] % tiles:
+        raise ValueError(
+            f"paged_moe: entries of shape {shapes['entries']} are not gate, up and down row tiles of f = {f}, d = {x.shape[1]}"
+        )
+    dtypes = {name: t.dtype for name, t in tensors.items()}
+    integers = (torch.int32, torch.int64)
+    good = x.dtype in PAGE_DTYPES and out.dtype == x.dtype and ids.dtype in integers and weights.dtype == torch.float32
+    if not good or pool.dtype != torch.uint8 or entries.dtype != torch.int32:
+        raise ValueError(
+            f"paged_moe: dtypes {dtypes}; x and out share one of {PAGE_DTYPES}, ids are integers, the pool bytes, entries int32"
+        )
+    if len({t.device for t in tensors.values()}) != 1 or not all(t.is_contiguous() for t in tensors.values()):
+        raise ValueError("paged_moe: all tensors must be contiguous and on one device")

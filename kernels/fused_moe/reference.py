@@ -40,3 +40,24 @@ def gathered_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> T
     hidden *= projected[1]
     hidden *= weights.unsqueeze(1)
     return torch.bmm(down, hidden.unsqueeze(2)).view(k, d).sum(0, keepdim=True)
+
+
+def paged_moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, pool: Tensor, entries: Tensor, f: int, out: Tensor) -> Tensor:
+    """One layer whose expert weights lie in pages of the pool; see the op's `paged_moe` for shapes. Sums in float32, slots ascending."""
+    d = x.shape[1]
+    t = entries.shape[1] // 3
+    typed = pool.view(x.dtype)
+    unit = 256 // x.element_size()
+
+    def projection(expert: int, part: int, rows: int, columns: int) -> Tensor:
+        tiles = entries[expert, part * t : (part + 1) * t].tolist()
+        size = rows * columns // t
+        return torch.cat([typed[e * unit : e * unit + size].view(rows // t, columns) for e in tiles]).float()
+
+    y = torch.zeros(*topk_ids.shape, d, device=x.device)
+    for expert in sorted(set(topk_ids.flatten().tolist())):
+        if expert >= 0:
+            token, slot = torch.where(topk_ids == expert)
+            gate, up, down = projection(expert, 0, f, d), projection(expert, 1, f, d), projection(expert, 2, d, f)
+            y[token, slot] = expert_ffn(x[token].float(), gate, up, down, topk_weights[token, slot])
+    return out.copy_(y.sum(1))

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rimuru_kernels.paged_attention.layout import ENTRY_BYTES, KVLayout
+
 # Most scores held at once (floats); longer prefills are done in groups of rows, so that memory does not grow with rows x tokens.
 MAX_SCORES = 1 << 22
 
@@ -75,3 +77,62 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, position: int, first: 
     weights = torch.softmax(scores, dim=-1)
     out = torch.bmm(weights, values.permute(1, 0, 2))
     return out.view(groups, rows, share, head_dim).permute(1, 0, 2, 3).reshape(rows, heads, head_dim)
+
+
+def page_views(pool: Tensor, entries: Sequence[int], layout: KVLayout, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Key pages and value pages [B, G, D] at the given entries, as views of the pool's bytes."""
+    width = layout.block_tokens * layout.kv_heads * layout.head_dim * dtype.itemsize
+    shape = (layout.block_tokens, layout.kv_heads, layout.head_dim)
+    starts = [entry * ENTRY_BYTES for entry in entries]
+    keys = [pool[start : start + width].view(dtype).view(shape) for start in starts]
+    values = [pool[start + width : start + 2 * width].view(dtype).view(shape) for start in starts]
+    return keys, values
+
+
+def decode_by_entries(
+    q: Tensor, pool: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, layout: KVLayout, scale: float, window: int | None
+) -> None:
+    """See `rimuru_kernels.paged_attention.paged_attention_decode`; arguments are taken as checked."""
+    for seq, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            out[seq] = 0
+            continue
+        entries = block_table[seq, : -(-length // layout.block_tokens)].tolist()
+        keys, values = page_views(pool, entries, layout, q.dtype)
+        out[seq] = paged_attention(q[seq : seq + 1], keys, values, length, scale, window)[0]
+
+
+def prefill_by_entries(
+    q: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    seq_lens: Tensor,
+    out: Tensor,
+    layout: KVLayout,
+    scale: float,
+    window: int | None,
+) -> None:
+    """See `rimuru_kernels.paged_attention.paged_attention_prefill`; arguments are taken as checked."""
+    bounds = cu_seqlens.tolist()
+    for seq, length in enumerate(seq_lens.tolist()):
+        start, stop = bounds[seq], bounds[seq + 1]
+        if start == stop:
+            continue
+        entries = block_table[seq, : -(-length // layout.block_tokens)].tolist()
+        keys, values = page_views(pool, entries, layout, q.dtype)
+        out[start:stop] = paged_attention(q[start:stop], keys, values, length, scale, window)
+
+
+def store_by_entries(
+    k: Tensor, v: Tensor, pool: Tensor, block_table: Tensor, positions: Tensor, token_seqs: Tensor | None, layout: KVLayout
+) -> None:
+    """See `rimuru_kernels.paged_attention.store_kv_entries`; arguments are taken as checked."""
+    seqs = range(k.shape[0]) if token_seqs is None else token_seqs.tolist()
+    for row, (seq, position) in enumerate(zip(seqs, positions.tolist(), strict=True)):
+        if position < 0:
+            continue
+        page, offset = divmod(position, layout.block_tokens)
+        keys, values = page_views(pool, [int(block_table[seq, page])], layout, k.dtype)
+        keys[0][offset] = k[row]
+        values[0][offset] = v[row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rimuru_kernels.rms_norm.reference import rms_norm_reference
@@ -27,4 +28,38 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         raise ValueError(
             f"rms_norm: x is {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}; need one floating dtype and device"
         )
+    if x.is_cuda and x.numel() and x.dtype is not torch.float64:
+        return _launch(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """h = residual + x and its norm, in one pass.
+
+    Args:
+        x, residual: [T, n], one dtype and device; residual contiguous.
+        weight, eps: as for `rms_norm`.
+
+    Returns:
+        h [T, n] and rms_norm(h) [T, n]. On a GPU h is `residual`, updated in place; elsewhere too.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+    """
+    if x.ndim != 2 or residual.shape != x.shape or residual.dtype is not x.dtype or not residual.is_contiguous():
+        raise ValueError(f"add_rms_norm: x {x.dtype} {list(x.shape)} and residual {residual.dtype} {list(residual.shape)} must match")
+    if weight.shape != x.shape[1:] or weight.dtype is not x.dtype or len({t.device for t in (x, residual, weight)}) > 1:
+        raise ValueError(f"add_rms_norm: weight {weight.dtype} {list(weight.shape)} does not fit x {x.dtype} {list(x.shape)}")
+    if x.is_cuda and x.numel() and x.dtype is not torch.float64:
+        return residual, _launch(x, weight, eps, residual)
+    residual += x
+    return residual, rms_norm_reference(residual, weight, eps)
+
+
+def _launch(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:
+    from rimuru_kernels.rms_norm import kernel
+
+    rows = x if x.ndim == 2 and x.stride(1) == 1 else x.reshape(-1, x.shape[-1]).contiguous()
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    kernel.rms_norm(rows, weight.contiguous(), eps, out, residual, residual)
+    return out.view(x.shape)

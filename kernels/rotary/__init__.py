@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rimuru_kernels.rotary.reference import rotary_reference, rotary_tables_reference
+from rimuru_kernels.paged_attention.layout import KVLayout
+from rimuru_kernels.rotary.reference import rotary_reference, rotary_store_reference, rotary_tables_reference
 
 
 def rotary_tables(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -48,3 +49,60 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if x.dtype is not cos.dtype or x.dtype is not sin.dtype:
         raise ValueError(f"rotary: x is {x.dtype}, tables are {cos.dtype} and {sin.dtype}")
     return rotary_reference(x, cos, sin)
+
+
+def rotary_store(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    pool: Tensor,
+    block_table: Tensor,
+    positions: Tensor,
+    layout: KVLayout,
+    *,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+    clip: float | None = None,
+    token_seqs: Tensor | None = None,
+) -> Tensor:
+    """From the fused projection to attention's inputs in one launch: head norms, clamp, rotary, and k and v stored in their pages.
+
+    Args:
+        qkv: [T, (H + 2 Hkv) D], each row q heads, then k heads, then v heads; rows may be strided.
+        cos, sin: [T, 1, D] from `rotary_tables`, float32 or qkv's dtype.
+        pool, block_table, positions, layout, token_seqs: as for `paged_attention.store_kv_entries`.
+        q_norm, k_norm: [D], weights of an RMSNorm over each head with `eps`; both or neither.
+        clip: q, k and v are clamped to -clip .. clip (after the norm, before the rotation).
+
+    Returns:
+        q [T, H, D] contiguous, rotated.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+    """
+    tokens, width = qkv.shape
+    heads = width // layout.head_dim - 2 * layout.kv_heads
+    if heads < 1 or width % layout.head_dim or heads % layout.kv_heads or layout.head_dim % 2 or qkv.stride(1) != 1:
+        raise ValueError(f"rotary_store: rows of {width} elements (strides {qkv.stride()}) do not fit {layout}")
+    shape = (tokens, 1, layout.head_dim)
+    if cos.shape != shape or sin.shape != shape or cos.dtype is not sin.dtype or not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError(f"rotary_store: tables {list(cos.shape)}, {list(sin.shape)} must be contiguous {list(shape)}")
+    if (q_norm is None) is not (k_norm is None) or any(t is not None and t.shape != shape[2:] for t in (q_norm, k_norm)):
+        raise ValueError(f"rotary_store: norms of q and k go together and hold {layout.head_dim} weights each")
+    if (
+        positions.shape != (tokens,)
+        or positions.is_floating_point()
+        or block_table.dtype is not torch.int32
+        or pool.dtype is not torch.uint8
+    ):
+        raise ValueError(f"rotary_store: {tokens} integer positions, an int32 block table and a pool of uint8 are needed")
+    if tokens == 0:
+        return qkv.new_empty((0, heads, layout.head_dim))
+    if qkv.is_cuda:
+        from rimuru_kernels.rotary import kernel
+
+        q = torch.empty((tokens, heads, layout.head_dim), dtype=qkv.dtype, device=qkv.device)
+        kernel.rotary_store(qkv, q_norm, k_norm, cos, sin, q, pool, block_table, positions, token_seqs, layout, eps, clip)
+        return q
+    return rotary_store_reference(qkv, q_norm, k_norm, cos, sin, pool, block_table, positions, token_seqs, layout, heads, eps, clip)

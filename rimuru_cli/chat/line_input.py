@@ -19,8 +19,12 @@ CONTINUED = "... "
 _FENCE = '"""'
 
 
+class LineDropped(KeyboardInterrupt):
+    """Ctrl-C while something was typed already: it throws that away, and is no wish to leave yet."""
+
+
 class LineReader(Protocol):
-    """Something that asks for one line. Raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C."""
+    """Something that asks for one line. Raises EOFError on Ctrl-D, LineDropped or (on an empty line) KeyboardInterrupt on Ctrl-C."""
 
     def read_line(self, prompt: str) -> str:
         """Return the line without its end. A paste may hold line breaks."""
@@ -31,8 +35,17 @@ def read_message(reader: LineReader) -> str:
     '''Read one message: one line, lines joined by a trailing backslash, or everything between two """.
 
     A pasted text of several lines is one line in this sense, so it is never sent in pieces.
+
+    Raises as the reader does; Ctrl-C in a later line is always LineDropped.
     '''
     line = reader.read_line(PROMPT)
+    try:
+        return _whole_message(line, reader)
+    except KeyboardInterrupt as error:
+        raise LineDropped from error
+
+
+def _whole_message(line: str, reader: LineReader) -> str:
     if line.lstrip().startswith(_FENCE):
         body = line.lstrip()[len(_FENCE) :]
         while _FENCE not in body:
@@ -84,7 +97,12 @@ class PromptReader:
 
     def read_line(self, prompt: str) -> str:
         """Ask for one line on the terminal."""
-        return self._session.prompt(prompt)
+        try:
+            return self._session.prompt(prompt)
+        except KeyboardInterrupt as error:
+            if self._session.default_buffer.text:
+                raise LineDropped from error
+            raise
 
 
 def complete_words(before: str, commands: Sequence[str], arguments: Callable[[str], Sequence[str]]) -> list[str]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rimuru_cli import errors
 from rimuru_cli.chat import show, slash
 from rimuru_cli.chat.interrupt import InterruptFlag
-from rimuru_cli.chat.line_input import LineReader, read_message
+from rimuru_cli.chat.line_input import LineDropped, LineReader, read_message
 from rimuru_cli.chat.session import ChatSession, Turn
 from rimuru_cli.output import Output, is_terminal
 from rimuru_models.errors import RimuruError, UsageError
@@ -38,8 +38,8 @@ class Repl:
                 message = read_message(self.reader)
             except EOFError:
                 return 0
-            except KeyboardInterrupt:
-                if self._armed:
+            except KeyboardInterrupt as pressed:
+                if self._armed and not isinstance(pressed, LineDropped):
                     return errors.INTERRUPTED
                 self._armed = True
                 self.out.note(_HOW_TO_LEAVE, "dim")
@@ -84,13 +84,15 @@ class Repl:
             self.out.note(f"(stopped; {kept}; Ctrl-C again leaves)", "dim")
         elif answer.finish_reason == "length":
             self.out.note(why_cut(answer, info.context_limit), "yellow")
-        self.out.note(show.timings_line(answer.timings, answer.hit_rate, snapshot), "dim")
+        if answer.finish_reason != "cancelled" or answer.token_ids:
+            self.out.note(show.timings_line(answer.timings, answer.hit_rate, snapshot), "dim")
 
 
-def why_cut(answer: Answer, context_limit: int) -> str:
-    """Say why an answer ended with "length"."""
+def why_cut(answer: Answer, context_limit: int, *, in_talk: bool = True) -> str:
+    """Say why an answer ended with "length"; in a talk, slash commands help."""
     if answer.prompt_tokens + len(answer.token_ids) >= context_limit:
-        return f"(cut: the context of {context_limit:,} tokens is full; /clear starts anew, --memory or --context may give more room)"
+        anew = "/clear starts anew, " if in_talk else ""
+        return f"(cut: the context of {context_limit:,} tokens is full; {anew}--memory or --context may give more room)"
     return f"(cut: --max-tokens is reached at {len(answer.token_ids):,} tokens)"
 
 

@@ -76,8 +76,8 @@ class SingleRun:
         if answer.finish_reason == "cancelled":
             out.note("Interrupted.")
         elif answer.finish_reason == "length":
-            out.note(why_cut(answer, info.context_limit), "yellow")
-        if self.timings:
+            out.note(why_cut(answer, info.context_limit, in_talk=False), "yellow")
+        if self.timings and (answer.finish_reason != "cancelled" or answer.token_ids):
             out.note(show.timings_line(answer.timings, answer.hit_rate, snapshot), "dim")
 
 
@@ -104,7 +104,7 @@ def prompt_from(argument: str | None) -> str:
         UsageError: no prompt at all, or stdin is not UTF-8.
     """
     if argument is not None and argument != "-":
-        if not argument:
+        if not argument.strip():
             raise UsageError("The prompt is empty.")
         return argument
     if argument is None and (sys.stdin is None or is_terminal(sys.stdin)):

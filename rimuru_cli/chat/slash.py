@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -171,9 +172,15 @@ def _file(argument: str, command: str) -> Path:
     if not name:
         raise UsageError("A file name is missing.", hint=f"For example: {command} talk.json")
     try:
-        return Path(name).expanduser()
+        file = Path(name).expanduser()
+        possible = b"\0" not in os.fsencode(file)
     except RuntimeError as error:
         raise UsageError(f"There is no home folder for {name}.") from error
+    except UnicodeEncodeError:  # half of a surrogate pair, from a paste
+        possible = False
+    if not possible:
+        raise UsageError(f"{name[:60]!r} cannot be the name of a file.")
+    return file
 
 
 _TABLE = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from rimuru_cli.commands import _options as options
 from rimuru_cli.output import Output, print_report
 
-bench_app = typer.Typer(help="Measure the page allocator or decoding.", no_args_is_help=True)
+bench_app = typer.Typer(help="Measure models, kernels, the link to the GPU, the page allocator.", no_args_is_help=True)
 
 
 @bench_app.command()
@@ -48,3 +49,97 @@ def decode(
     with out.progress("items") as progress:
         report = run_decode_bench(resolved.path, versus=versus, tokens=tokens, residency=share, progress=progress)
     print_report(report, out)
+
+
+@bench_app.command()
+def link(json: options.JsonFlag = False) -> None:
+    """Measure how fast bytes move between memory and the GPU, on the GPU, and out of memory."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.commands._tables import print_link
+
+    out = Output(json=json)
+    with loading_libraries():
+        from rimuru_cli.bench.link import run_link_bench
+
+    with out.progress("items") as progress:
+        report = run_link_bench(progress=progress)
+    print_link(report, out)
+
+
+@bench_app.command()
+def kernels(
+    op: Annotated[list[str] | None, typer.Option("--op", metavar="moe|attention|fetch", help="Only this op; may be repeated.")] = None,
+    json: options.JsonFlag = False,
+) -> None:
+    """Measure the kernels on the GPU, beside torch and the floor."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.commands._tables import print_kernels
+
+    out = Output(json=json)
+    with loading_libraries():
+        from rimuru_cli.bench.kernel_reports import run_kernel_reports
+
+    with out.progress("items") as progress:
+        report = run_kernel_reports(op or (), progress)
+    print_kernels(report, out)
+
+
+def _tokens(
+    ctx: typer.Context,
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[pp] [tg]", help="A further test for the same run.", show_default=False)
+    ] = None,
+    model_shape: Annotated[
+        str, typer.Option("--model-shape", metavar="NAME", help="qwen3-30b-a3b, or tiny, which also runs without a GPU.")
+    ] = "qwen3-30b-a3b",
+    random_weights: Annotated[
+        bool, typer.Option("--random-weights", help="Needed: says that the weights are made up, which speed does not depend on.")
+    ] = False,
+    vram: Annotated[
+        list[str] | None,
+        typer.Option("--vram", "--memory", metavar="SIZE", help="Ceiling: 24GiB, 50%, or none; may be repeated.", show_default="none"),
+    ] = None,
+    routing_trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--routing-trace", metavar="FILE", help="Recorded routing that tg replays, beside uniform routing.", show_default=False
+        ),
+    ] = None,
+    prompt: Annotated[
+        list[int] | None,
+        typer.Option("--prompt", "-p", metavar="TOKENS", min=1, help="Size for pp; may be repeated.", show_default="512 and 4096"),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", "-n", metavar="TOKENS", min=1, help="Tokens that tg generates.")] = 128,
+    json: options.JsonFlag = False,
+) -> None:
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.commands._tables import print_token_rows
+    from rimuru_cli.settings import parse_size
+
+    out = Output(json=json)
+    if not random_weights:
+        raise typer.BadParameter("pp and tg measure made-up weights; add --random-weights", param_hint="--random-weights")
+    ceilings = [None if size.strip().lower() == "none" else parse_size(size) for size in vram or ["none"]]
+    with loading_libraries():
+        from rimuru_cli.bench.token_rows import run_token_rows
+
+    with out.progress() as progress:
+        report = run_token_rows(
+            [ctx.info_name or "", *(more or [])],
+            shape=model_shape,
+            ceilings=ceilings,
+            trace=routing_trace,
+            prompts=prompt or (),
+            tokens=tokens,
+            progress=progress,
+        )
+    print_token_rows(report, out)
+
+
+# Two names for one command, so that `bench pp tg` reads like llama-bench: the name is the first test, its words are the others.
+bench_app.command("pp", help="Measure reading prompts (tokens per second). `rimuru bench pp tg …` measures generation in the same run.")(
+    _tokens
+)
+bench_app.command("tg", help="Measure generating tokens (tokens per second). `rimuru bench pp tg …` measures prompts in the same run.")(
+    _tokens
+)

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -14,6 +15,7 @@ from rimuru_cli.engine.experts.adjuster import AdjusterConstants, AdjusterPolicy
 from rimuru_cli.engine.experts.executor import MoeMode, PooledExperts
 from rimuru_cli.engine.experts.ranking import DEFAULT_DECAY
 from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PageKind, PoolGeometry, choose_block_tokens, expert_tiling
+from rimuru_kernels.backend import select_backend
 from rimuru_kernels.paged_attention.reference import MAX_SCORES
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError, UsageError
@@ -31,6 +33,7 @@ _DEFAULT_CONTEXT = 8192
 _DEFAULT_SHARE = 0.7
 
 Progress = Callable[[str, int, int], None]
+Device = Literal["auto", "cpu", "cuda", "emulated"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,8 @@ class EngineConfig:
         pool_bytes: size the pool itself, at least the smallest that works; only without `memory_bytes`.
         context: longest context in tokens; None: the model's own.
         block_tokens: upper bound for the tokens of a KV page; the geometry may choose fewer.
-        max_batch_tokens: most tokens computed in one step (prefill chunk), in tokens.
+        max_batch_tokens: most tokens computed in one step (prefill chunk) on the CPU; `device_batch_tokens`: on a device, where a step
+            streams all absent experts and so should be worth it.
         max_sequences: most sequences that run at once.
         moe_mode: how missing experts are reached in steps of several tokens; "auto" decides by measured cost.
         expert_offload_limit: most absent experts per layer (EOL); None: only the floor counts.
@@ -53,6 +57,7 @@ class EngineConfig:
         adjuster: decides when pages change hands.
         max_page_bytes: projections larger than this are tiled.
         poison: fill the pool with NaN bytes first, so that reading what was never written shows.
+        device: where to compute; "auto" takes a GPU if there is a usable one. "emulated" is the way of a GPU on the CPU, for tests.
     """
 
     memory_bytes: int | None = None
@@ -61,6 +66,7 @@ class EngineConfig:
     context: int | None = None
     block_tokens: int = 16
     max_batch_tokens: int = 512
+    device_batch_tokens: int = 4096
     max_sequences: int = 8
     moe_mode: MoeMode = "auto"
     expert_offload_limit: int | None = None
@@ -69,9 +75,18 @@ class EngineConfig:
     adjuster: AdjusterPolicy = decide
     max_page_bytes: int = MAX_PAGE_BYTES
     poison: bool = False
+    device: Device = "auto"
 
     def __post_init__(self) -> None:
-        least = {"context": 1, "block_tokens": 1, "max_batch_tokens": 1, "max_sequences": 1, "expert_offload_limit": 0, "max_page_bytes": 1}
+        least = {
+            "context": 1,
+            "block_tokens": 1,
+            "max_batch_tokens": 1,
+            "device_batch_tokens": 1,
+            "max_sequences": 1,
+            "expert_offload_limit": 0,
+            "max_page_bytes": 1,
+        }
         for name, low in least.items():
             value = getattr(self, name)
             if value is not None and value < low:
@@ -90,9 +105,11 @@ class MemoryPlan:
         program: the process as it was before loading.
         floor: experts of each MoE layer that are never retired.
         buffer_experts: experts that each of the two loading buffers holds.
+        kv_pages: most KV pages that there may be, with experts at their floor.
         context: longest context in tokens that model, settings and pool allow.
         minimum: least ceiling with which this model runs; `least_pool` is the pool in it, `full_pool` one that holds every expert
             and a long chat.
+        max_batch_tokens: most tokens of a step.
     """
 
     geometry: PoolGeometry
@@ -104,10 +121,12 @@ class MemoryPlan:
     pool: int
     floor: int
     buffer_experts: int
+    kv_pages: int
     context: int
     minimum: int
     least_pool: int
     full_pool: int
+    max_batch_tokens: int
 
 
 def program_bytes() -> int:
@@ -117,7 +136,9 @@ def program_bytes() -> int:
 
 
 def device_memory_bytes() -> int:
-    """Memory of the device the engine computes on (main memory: this version computes on the CPU)."""
+    """Memory of the device that "auto" computes on: the GPU's, or main memory."""
+    if select_backend().name == "triton":
+        return int(torch.cuda.mem_get_info()[1])
     return int(psutil.virtual_memory().total)
 
 
@@ -166,12 +187,15 @@ def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineCon
         pages = (experts + 2 * buffer_experts) * pages_per_expert + kv_parents + spare_pages
         return -(-pages // geometry.pages_per_huge(PageKind.EXPERT)) * geometry.huge_page_bytes
 
-    def context_of(pool: int) -> int:
-        """Tokens that one sequence can reach in a pool of so many bytes, with experts at their floor."""
+    def kv_pages_of(pool: int) -> int:
+        """KV pages that a pool of so many bytes can give, with experts at their floor."""
         pages = pool // geometry.huge_page_bytes * geometry.pages_per_huge(PageKind.EXPERT)
         spare_pages = max(0, pages - (floor * layers + 2 * buffer_experts) * pages_per_expert)
-        blocks = spare_pages * geometry.layout(PageKind.KV).per_parent // model.num_layers
-        return min(wanted_context, blocks * block_tokens)
+        return spare_pages * geometry.layout(PageKind.KV).per_parent
+
+    def context_of(pool: int) -> int:
+        """Tokens that one sequence can reach in a pool of so many bytes."""
+        return min(wanted_context, kv_pages_of(pool) // model.num_layers * block_tokens)
 
     def needed(pool: int) -> int:
         """The whole process with a pool of so many bytes; a longer context also takes more workspace."""
@@ -212,10 +236,12 @@ def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineCon
         pool=pool,
         floor=floor,
         buffer_experts=buffer_experts,
+        kv_pages=kv_pages_of(pool),
         context=context_of(pool),
         minimum=minimum,
         least_pool=least,
         full_pool=full,
+        max_batch_tokens=config.max_batch_tokens,
     )
 
 

@@ -20,8 +20,9 @@ import torch
 from rimuru_cli.engine.config import EngineConfig, Progress
 from rimuru_cli.engine.experts.adjuster import AdjusterStats
 from rimuru_cli.engine.experts.executor import Recorder
-from rimuru_cli.engine.loading import Parts, load_parts
+from rimuru_cli.engine.loading import load_parts
 from rimuru_cli.engine.memory.geometry import PageKind
+from rimuru_cli.engine.parts import Parts
 from rimuru_cli.engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from rimuru_cli.engine.sampler import SamplerState, sample
 from rimuru_cli.engine.scheduler import ScheduledRows, Scheduler
@@ -75,9 +76,9 @@ class Engine:
         self._kv_per_block = parts.plan.geometry.layout(PageKind.KV).per_parent
         self._scheduler = Scheduler(
             parts.blocks,
-            lambda: self._allocator.available(PageKind.KV),
+            self._available_pages,
             self._make_room,
-            max_batch_tokens=config.max_batch_tokens,
+            max_batch_tokens=parts.plan.max_batch_tokens,
             max_sequences=config.max_sequences,
         )
         self._sequences: dict[int, TokenSequence] = {}
@@ -127,7 +128,7 @@ class Engine:
         longest = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
         sequence = TokenSequence(request, list(prompt), longest)
         self._sequences[request.id] = sequence
-        self._samplers[request.id] = SamplerState(params, prompt)
+        self._samplers[request.id] = SamplerState(params, prompt, device=self._parts.device)
         self._clocks[request.id] = _Clock(time.perf_counter())
         self._scheduler.add(sequence)
         return request
@@ -239,6 +240,7 @@ class Engine:
         finally:
             # Whatever a torn step left behind: thread and files are given up.
             parts.loader.close()
+            parts.host.close()
             parts.reader.close()
 
     def __enter__(self) -> Engine:
@@ -247,11 +249,18 @@ class Engine:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
+    def _kv_allowance(self) -> int:
+        """KV pages that may still be taken before experts at their floor and loading buffers would not fit beside them."""
+        return self._parts.plan.kv_pages - self._allocator.owned(PageKind.KV)
+
+    def _available_pages(self) -> int:
+        return min(self._allocator.available(PageKind.KV), self._kv_allowance())
+
     def _make_room(self, num_pages: int) -> bool:
         """Retire experts until `num_pages` KV pages are free; changes nothing and returns False if the floor does not allow it."""
         residency = self._parts.residency
         lacking = num_pages - self._allocator.available(PageKind.KV)
-        if lacking > residency.shrinkable * residency.pages_per_expert * self._kv_per_block:
+        if num_pages > self._kv_allowance() or lacking > residency.shrinkable * residency.pages_per_expert * self._kv_per_block:
             return False
         while lacking > 0:
             self._adjust(required_blocks=-(-lacking // self._kv_per_block))

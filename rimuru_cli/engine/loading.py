@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from rimuru_cli.engine.config import EngineConfig, MemoryPlan, Progress, plan_memory, program_bytes
+from rimuru_cli.engine.config import EngineConfig, Progress, plan_memory, program_bytes
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.engine.experts.executor import PooledExperts, TransferCosts
 from rimuru_cli.engine.experts.host_store import HostStore
@@ -18,38 +17,21 @@ from rimuru_cli.engine.experts.residency import Residency
 from rimuru_cli.engine.experts.streaming import LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.limits import context_notices, context_reason
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ExpertView, KVView
 from rimuru_cli.engine.model_runner import ModelRunner
-from rimuru_cli.engine.stats import ContextReason, EngineInfo
+from rimuru_cli.engine.parts import Parts
+from rimuru_cli.engine.stats import EngineInfo
 from rimuru_cli.engine.tokenizer import config_eos_ids
 from rimuru_kernels.backend import select_backend
 from rimuru_models import load_model
+from rimuru_models.errors import DoesNotFitError
 from rimuru_models.index import model_identity
-from rimuru_models.interfaces import CausalLM
 from rimuru_models.weights import CheckpointReader
 
 _DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
-
-
-@dataclass
-class Parts:
-    """Everything an engine is made of."""
-
-    info: EngineInfo
-    plan: MemoryPlan
-    reader: CheckpointReader
-    model: CausalLM
-    pool: PagePool
-    blocks: KVBlocks
-    host: HostStore
-    residency: Residency
-    buffers: LoadingBuffers
-    loader: Loader
-    experts: PooledExperts
-    runner: ModelRunner
-    eos_ids: frozenset[int]
 
 
 def load_parts(model_dir: Path, config: EngineConfig, progress: Progress | None) -> Parts:
@@ -72,13 +54,28 @@ def load_parts(model_dir: Path, config: EngineConfig, progress: Progress | None)
 
 def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, program: int, report: Progress) -> Parts:
     model_config = reader.config
+    ranking = ExpertRanking(len(model_config.moe_layers), model_config.num_experts, config.decay)
+    if config.profile is not None:
+        num_layers, num_experts = ranking.scores.shape
+        profile = load_profile(config.profile, identity=model_identity(model_dir), num_layers=num_layers, num_experts=num_experts)
+        ranking.seed(profile.probabilities)
+    backend = select_backend()
+    why_cpu = backend.reason if backend.name == "torch" else "the CPU was asked for"
+    if config.device in ("cuda", "emulated") or (config.device == "auto" and backend.name == "triton"):
+        from rimuru_cli.engine.device.loading import load_on_device
+
+        emulated = config.device == "emulated"
+        device = torch.device("cpu" if emulated else "cuda")
+        reason = "emulated" if emulated else backend.reason
+        try:
+            return load_on_device(reader, model_dir, config, ranking, device, reason, report)
+        except DoesNotFitError as error:
+            # Who named a device or a ceiling wants to know; otherwise the CPU still can, and the banner says why it does.
+            if config.device != "auto" or config.memory_bytes is not None:
+                raise
+            why_cpu = f"the GPU is not used: {error.what}"
     plan = plan_memory(model_config, reader.expert_dtype, config, program)
     host = HostStore(reader)
-    ranking = ExpertRanking(host.num_layers, host.num_experts, config.decay)
-    profile = None
-    if config.profile is not None:
-        profile = load_profile(config.profile, identity=model_identity(model_dir), num_layers=host.num_layers, num_experts=host.num_experts)
-        ranking.seed(profile.probabilities)
     model = load_model(reader, torch.float32, lambda done, total: report("dense weights", done, total))
     pool = PagePool(plan.geometry, plan.pool, poison=config.poison)
     f, d = model_config.expert_intermediate, model_config.hidden_size
@@ -103,7 +100,6 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     )
     host.bytes_read = 0
     blocks = KVBlocks(pool, kv_view, model_config.num_layers)
-    backend = select_backend()
     info = EngineInfo(
         model=model_dir.resolve().name,
         architecture=model_config.architecture,
@@ -113,9 +109,9 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         top_k=model_config.top_k,
         context_limit=plan.context,
         model_context=model_config.max_positions,
-        context_reason=_context_reason(plan, config, model_config.max_positions),
+        context_reason=context_reason(plan.context, config, model_config.max_positions),
         device="cpu",
-        backend_reason=backend.reason,
+        backend_reason=why_cpu,
         weight_dtype=_DTYPE_NAMES[reader.expert_dtype],
         memory_bytes=plan.ceiling,
         pool_bytes=plan.pool,
@@ -124,12 +120,24 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         page_bytes=plan.geometry.expert_page_bytes,
         expert_bytes=host.expert_bytes,
         block_tokens=plan.block_tokens,
-        notices=_notices(plan, config, model_config.max_positions),
-        profile=str(config.profile) if profile is not None else None,
+        notices=context_notices(plan.context, config, model_config.max_positions),
+        profile=str(config.profile) if config.profile is not None else None,
     )
     runner = ModelRunner(model, experts, kv_view)
     return Parts(
-        info, plan, reader, model, pool, blocks, host, residency, buffers, loader, experts, runner, frozenset(config_eos_ids(model_dir))
+        info=info,
+        plan=plan,
+        reader=reader,
+        model=model,
+        pool=pool,
+        blocks=blocks,
+        host=host,
+        residency=residency,
+        buffers=buffers,
+        loader=loader,
+        experts=experts,
+        runner=runner,
+        eos_ids=frozenset(config_eos_ids(model_dir)),
     )
 
 
@@ -154,20 +162,3 @@ def _fill(residency: Residency, host: HostStore, ranking: ExpertRanking, pool: P
     started = time.perf_counter()
     residency.refill(*wanted[0])
     return TransferCosts(first_reads[len(first_reads) // 2], time.perf_counter() - started)
-
-
-def _context_reason(plan: MemoryPlan, config: EngineConfig, model_context: int) -> ContextReason:
-    if plan.context == model_context:
-        return "that is the model's own context"
-    return "that is the context that was set" if plan.context == config.context else "the memory ceiling allows no more"
-
-
-def _notices(plan: MemoryPlan, config: EngineConfig, model_context: int) -> tuple[str, ...]:
-    """What the person should know about how the model is run here."""
-    notices = []
-    wanted = min(model_context, config.context or model_context)
-    if plan.context < wanted:
-        notices.append(
-            f"The memory ceiling allows {plan.context:,} tokens of context instead of {wanted:,}; a higher --memory allows more."
-        )
-    return tuple(notices)

@@ -105,14 +105,16 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[int]:
     assert logits.dim() == 2 and logits.shape[0] == len(states), "one state a row"
     if not states:
         return []
+    # One trip to the host for tokens and check together: every wait for a device costs a good part of a small model's step.
+    *best, total = torch.cat((_argmax(logits).double(), logits.sum().double().view(1))).tolist()
     # The sum is not finite if any logit is not; the slower second look is for sums of finite logits that overflow.
-    if not math.isfinite(logits.sum()) and not bool(torch.isfinite(logits).all()):
+    if not math.isfinite(total) and not bool(torch.isfinite(logits).all()):
         raise CheckpointError(
             "The model computed values that are not numbers (NaN or infinite logits), so its checkpoint is broken or was damaged.",
             hint="Check the files of the model, or download it again.",
         )
     if all(s.greedy and not s.penalised for s in states):
-        return _argmax(logits).tolist()
+        return [int(token) for token in best]
     tokens = []
     for row, state in zip(logits, states, strict=True):
         if state.penalised:

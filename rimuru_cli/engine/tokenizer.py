@@ -128,9 +128,17 @@ def _no_tokenizer_json(model_dir: Path) -> CheckpointError:
 
 
 def config_eos_ids(model_dir: Path) -> set[int]:
-    """End-of-answer ids of generation_config.json, or of config.json where the first names none. Entries of other types are skipped."""
+    """End-of-answer ids of generation_config.json, or of config.json where the first names none or is broken (a notice says so elsewhere).
+
+    Entries of other types are skipped.
+    """
     for name in ("generation_config.json", "config.json"):
-        value = (read_json_object(model_dir / name) or {}).get("eos_token_id")
+        try:
+            value = (read_json_object(model_dir / name) or {}).get("eos_token_id")
+        except CheckpointError:
+            if name == "config.json":
+                raise
+            continue
         values = value if isinstance(value, list) else [value]
         ids = {v for v in values if isinstance(v, int) and not isinstance(v, bool)}
         if ids:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 from rimuru_cli.hub.nearby import did_you_mean, near_repositories
@@ -29,7 +33,7 @@ def find_snapshot(repository: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    download = f"type `hf download {repository}{f' --revision {revision}' if revision else ''}`"
+    download = f"type `{_hf_command()} download {repository}{f' --revision {revision}' if revision else ''}`"
     shown = f"{repository}@{revision}" if revision else repository
     try:
         # Only config.json is asked for: with no pattern, a download that left out files rimuru has no use for would count as incomplete.
@@ -43,6 +47,12 @@ def find_snapshot(repository: str, revision: str | None) -> Path:
         names = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
         raise NotFoundError(f"{shown} is not completely downloaded: {folder} lacks {names}.", hint=download)
     return folder
+
+
+def _hf_command() -> str:
+    """What to type for huggingface_hub's command: install.sh leaves it beside this Python, which is rarely on PATH."""
+    beside = Path(sys.executable).with_name("hf.exe" if os.name == "nt" else "hf")
+    return "hf" if shutil.which("hf") or not beside.is_file() else shlex.quote(str(beside))
 
 
 def missing_files(folder: Path) -> list[str]:

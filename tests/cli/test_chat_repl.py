@@ -168,9 +168,12 @@ def test_a_file_name_that_cannot_be_does_not_end_the_talk(command: str, name: st
 
 
 def test_a_prompt_that_was_stopped_claims_no_times(talk: Talk) -> None:
-    engine = PressingEngine()
-    engine.presses, engine.reply = 1, lambda prompt: ""
-    _, _, err, _ = talk("x", engine=engine)
+    class Prefilling(FakeEngine):
+        def step(self):  # type: ignore[no-untyped-def]
+            signal.raise_signal(signal.SIGINT)
+            return []
+
+    _, _, err, _ = talk("x", engine=Prefilling())
     assert "taken back" in err and "tok/s" not in err and "TTFT" not in err
 
 

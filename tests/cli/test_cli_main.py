@@ -53,12 +53,15 @@ def test_version_and_help(cli: Cli) -> None:
     assert cli("--version")[:2] == (0, f"rimuru {__version__}\n")
     for flag in ("-h", "--help"):
         code, out, _ = cli(flag)
-        assert code == 0 and all(word in out for word in ("chat", "run", "profile-hotset", "bench", "config", "Talk", "Tune"))
+        assert code == 0 and all(word in out for word in ("chat", "run", "profile-hotset", "bench", "config", "doctor", "Talk", "Tune"))
     code, out, err = cli()
     assert (code, err) == (2, "") and "Usage" in out
 
 
-@pytest.mark.parametrize("command", ["chat", "run", "profile-hotset", "config", "bench", "bench allocator", "bench decode"])
+@pytest.mark.parametrize(
+    "command",
+    "chat,run,profile-hotset,config,doctor,bench,bench allocator,bench decode,bench pp,bench tg,bench link,bench kernels".split(","),
+)
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 def test_every_command_has_help(command: str, flag: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), flag], env={"COLUMNS": "200", "TERM": "dumb"})
@@ -130,6 +133,19 @@ def test_bad_standard_input_is_refused_before_anything_is_loaded(arguments: tupl
         code, out, err = cli(*arguments, stdin=empty, engine=engine)
         assert (code, out) == (2, "") and "empty" in err
     assert not engine.closed, "no model was loaded"
+
+
+@pytest.mark.parametrize("blank", ["", " ", " \n\t"])
+def test_a_blank_prompt_is_refused_before_anything_is_loaded(blank: str, cli: Cli) -> None:
+    engine = FakeEngine()
+    code, out, err = cli("run", "m", blank, engine=engine)
+    assert (code, out) == (2, "") and "empty" in err and not engine.closed
+
+
+@pytest.mark.parametrize("arguments", [("run", "m", "hi"), ("chat",)])
+def test_a_cut_answer_outside_a_talk_is_not_told_of_slash_commands(arguments: tuple[str, ...], cli: Cli) -> None:
+    code, _, err = cli(*arguments, stdin=b"hi", engine=FakeEngine(context_limit=25))
+    assert code == 0 and "context of 25 tokens is full" in err and "--context" in err and "/clear" not in err
 
 
 def test_run_json_has_everything(cli: Cli) -> None:

@@ -59,7 +59,9 @@ BROKEN_STREAMS = ["2>&-", "2>/dev/full", ">&-", "<&- >&- 2>&-", ">/dev/full", ">
 
 @posix_only
 @pytest.mark.parametrize("streams", BROKEN_STREAMS)
-@pytest.mark.parametrize("arguments", ["run m hi", "run m hi --json", "run m hi --json --stream", "config", "config --json", "--version", "run --json"])
+@pytest.mark.parametrize(
+    "arguments", ["run m hi", "run m hi --json", "run m hi --json --stream", "config", "config --json", "--version", "run --json"]
+)
 def test_streams_that_are_closed_or_full_are_no_bugs(streams: str, arguments: str) -> None:
     if "/dev/full" in streams and not Path("/dev/full").exists():
         pytest.skip("this system has no full device")
@@ -124,8 +126,9 @@ class Screen:
         deadline = time.monotonic() + seconds
         while text not in self.seen:
             ready, _, _ = select.select([self.fd], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"{text!r} did not show up; the screen has {self.seen[-2000:]!r}"
-            self.seen += self._read()
+            chunk = self._read() if ready else ""
+            assert chunk, f"{text!r} did not show up; the screen has {self.seen[-2000:]!r}"
+            self.seen += chunk
         self.seen = self.seen.partition(text)[2]
 
     def type(self, text: str) -> None:
@@ -232,6 +235,26 @@ def test_a_second_ctrl_c_after_a_stopped_answer_leaves_with_130(screens: type[Sc
     screen.type("go\r")
     screen.wait_for("word")
     screen.type("\x03")
+    screen.wait_for(">>>")
+    screen.type("\x03")
+    assert screen.leave() == 130 and screen.echoes()
+
+
+@posix_only
+@pytest.mark.parametrize("typed", ["half a line", "one\\\r", '"""one\r'])
+def test_ctrl_c_while_typing_drops_what_was_typed_and_never_leaves(typed: str, screens: type[Screen]) -> None:
+    screen = screens({"reply": LONG, "step_seconds": 0.02})  # type: ignore[call-arg]
+    screen.wait_for(">>>")
+    screen.type("go\r")
+    screen.wait_for("word")
+    screen.type("\x03")
+    screen.wait_for("Ctrl-C again leaves")
+    for _ in range(2):
+        screen.wait_for(">>>")
+        screen.type(typed)
+        screen.wait_for("..." if typed.endswith("\r") else typed)
+        screen.type("\x03")
+        screen.wait_for("(Ctrl-C again")
     screen.wait_for(">>>")
     screen.type("\x03")
     assert screen.leave() == 130 and screen.echoes()

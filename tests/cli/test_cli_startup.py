@@ -54,7 +54,14 @@ def test_before_the_commands_are_loaded_it_ends_the_process_quietly(arguments: l
 
 @pytest.mark.parametrize(
     "arguments",
-    [["chat"], ["run", "rimuru-demo", "Hello"], ["profile-hotset", "rimuru-demo"], ["bench", "decode"], ["run", "m", "Hello", "--json"]],
+    [
+        ["chat"],
+        ["run", "rimuru-demo", "Hello"],
+        ["profile-hotset", "rimuru-demo"],
+        ["bench", "decode"],
+        ["doctor"],
+        ["run", "m", "Hello", "--json"],
+    ],
 )
 def test_no_library_is_torn_while_it_loads(arguments: list[str], tmp_path: Path) -> None:
     code, out, err = interrupted_import(tmp_path, "torch", arguments)  # torn, torch aborts the process or blames its own import

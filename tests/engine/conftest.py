@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from elastic import LENGTHS, prompts_of
+from engines import resident_tokens
 from tiny_checkpoints import FAMILIES, write_tiny_checkpoint
 
 
@@ -19,3 +21,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def qwen3(checkpoints: dict[str, Path]) -> Path:
     """The family used where one is enough: 4 layers, 8 experts, top 3."""
     return checkpoints["qwen3_moe"]
+
+
+@pytest.fixture(scope="session")
+def expected(checkpoints: dict[str, Path]) -> dict[str, list[list[int]]]:
+    """What each family says when everything is in plain memory."""
+    texts = {}
+    for family, folder in checkpoints.items():
+        firsts = [resident_tokens(folder, prompt, count) for prompt, (_, count) in zip(prompts_of(), LENGTHS, strict=True)]
+        texts[family] = [*firsts, resident_tokens(folder, [*prompts_of()[0], *firsts[0], 5, 6, 7], 20)]
+    return texts

@@ -2,68 +2,19 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from elastic import CONTEXT, adversary, converse, prompts_of
 from engines import GREEDY, assert_all_free, load_engine, resident_tokens, run_all
 from tiny_checkpoints import FAMILIES, write_tiny_checkpoint
 
 from rimuru_cli.engine.config import EngineConfig
-from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.experts.adjuster import AdjusterStats, Decision
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
-LENGTHS = ((70, 40), (9, 60), (33, 12))
-# Just enough for the longest conversation, so that in the small pools sequences and experts really compete.
-CONTEXT = 144
-
-
-def _prompts(seed: int = 1) -> list[list[int]]:
-    generator = random.Random(seed)
-    return [[generator.randrange(128) for _ in range(length)] for length, _ in LENGTHS]
-
-
-def _converse(engine: Engine, seed: int = 1) -> list[list[int]]:
-    """Three conversations that begin and end at different times, then a second turn of the first."""
-    prompts = _prompts(seed)
-    requests = []
-
-    def join() -> None:
-        if len(requests) < len(prompts) and (not requests or len(requests[-1].output_ids) >= 5):
-            index = len(requests)
-            requests.append(engine.submit(prompts[index], replace(GREEDY, max_tokens=LENGTHS[index][1])))
-
-    join()
-    run_all(engine, join)
-    second = engine.submit([*prompts[0], *requests[0].output_ids, 5, 6, 7], GREEDY)
-    run_all(engine)
-    return [list(r.output_ids) for r in (*requests, second)]
-
-
-def adversary(seed: int) -> Callable[[AdjusterStats], Decision]:
-    """Shrinks and expands at random, at every step, as far as the engine lets it."""
-    generator = random.Random(seed)
-
-    def decide(stats: AdjusterStats) -> Decision:
-        if generator.random() < 0.5:
-            return Decision(generator.randint(0, 6), 0, "sequences need pages")
-        return Decision(0, generator.randint(0, 6), "free blocks to spare")
-
-    return decide
-
-
-@pytest.fixture(scope="module")
-def expected(checkpoints: dict[str, Path]) -> dict[str, list[list[int]]]:
-    """What each family says when everything is in plain memory."""
-    texts = {}
-    for family, folder in checkpoints.items():
-        firsts = [resident_tokens(folder, prompt, count) for prompt, (_, count) in zip(_prompts(), LENGTHS, strict=True)]
-        texts[family] = [*firsts, resident_tokens(folder, [*_prompts()[0], *firsts[0], 5, 6, 7], 20)]
-    return texts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -72,7 +23,7 @@ def test_every_pool_size_gives_the_resident_text(
     family: str, share: float, checkpoints: dict[str, Path], expected: dict[str, list[list[int]]]
 ) -> None:
     engine = load_engine(checkpoints[family], share, EngineConfig(max_batch_tokens=24, context=CONTEXT))
-    assert _converse(engine) == expected[family]
+    assert converse(engine) == expected[family]
     if share < 0.6:
         assert engine.snapshot().hit_rate < 1.0, "everything was resident, so nothing was tested"
     assert_all_free(engine)
@@ -86,7 +37,7 @@ def test_random_shrinks_and_expands_at_every_step(
 ) -> None:
     config = EngineConfig(max_batch_tokens=24, context=CONTEXT, adjuster=adversary(seed), moe_mode=mode)  # type: ignore[arg-type]
     engine = load_engine(checkpoints[family], 0.4, config)
-    assert _converse(engine) == expected[family]
+    assert converse(engine) == expected[family]
     assert len(engine.snapshot().events) > 5, "the adversary moved nothing"
     if mode == "streamed":
         assert engine.snapshot().expert_bytes_read > 0
@@ -97,7 +48,7 @@ def test_preempted_sequences_continue_with_the_same_text(qwen3: Path, expected: 
     """Two sequences that cannot both stay in the smallest pool: one is put back and computed again."""
     config = EngineConfig(max_batch_tokens=24, context=128)
     engine = load_engine(qwen3, 0.0, config)
-    prompts, lengths = _prompts(), (45, 90)
+    prompts, lengths = prompts_of(), (45, 90)
     requests = [engine.submit(p[:30], replace(GREEDY, max_tokens=n)) for p, n in zip(prompts, lengths, strict=False)]
     run_all(engine)
     assert engine.snapshot().preemptions > 0, "the pool was large enough for both, so nothing was tested"
@@ -109,10 +60,10 @@ def test_preempted_sequences_continue_with_the_same_text(qwen3: Path, expected: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_checkpoints_are_computed_in_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "half", "qwen3_moe", dtype=dtype, layout="fused")
-    expected = resident_tokens(folder, _prompts()[0], 20)
+    expected = resident_tokens(folder, prompts_of()[0], 20)
     for share in (1.0, 0.2):
         engine = load_engine(folder, share, EngineConfig(adjuster=adversary(3), context=CONTEXT))
-        request = engine.submit(_prompts()[0], GREEDY)
+        request = engine.submit(prompts_of()[0], GREEDY)
         run_all(engine)
         assert request.output_ids == expected
         assert_all_free(engine)
@@ -123,7 +74,7 @@ def test_tiled_projections_give_the_same_text(qwen3: Path, expected: dict[str, l
     for share in (1.0, 0.3, 0.0):
         engine = load_engine(qwen3, share, EngineConfig(max_page_bytes=6400, adjuster=adversary(5), context=CONTEXT))
         assert engine.info.page_bytes <= 6400
-        assert _converse(engine) == expected["qwen3_moe"]
+        assert converse(engine) == expected["qwen3_moe"]
         assert_all_free(engine)
 
 
@@ -141,7 +92,7 @@ def test_a_policy_that_breaks_its_contract_cannot_hang_the_engine_or_change_the_
         return wrong
 
     engine = load_engine(qwen3, 0.3, EngineConfig(max_batch_tokens=24, context=CONTEXT, adjuster=decide))
-    assert _converse(engine) == expected["qwen3_moe"]
+    assert converse(engine) == expected["qwen3_moe"]
     assert_all_free(engine)
 
 

@@ -85,7 +85,18 @@ def test_the_two_setup_commands_are_there() -> None:
 
 def test_commands_and_their_flags_exist() -> None:
     words = {" ".join(re.findall(r"^(?:bench )?[a-z-]+", command)) for command in commands()}
-    assert {"chat", "run", "profile-hotset", "bench allocator", "bench decode", "config"} <= words
+    assert {
+        "chat",
+        "run",
+        "profile-hotset",
+        "bench allocator",
+        "bench decode",
+        "bench pp",
+        "bench kernels",
+        "bench link",
+        "doctor",
+        "config",
+    } <= words
     helps = {word: help_of(*word.split()) for word in sorted(words)}
     for command in commands():
         word = re.findall(r"^(?:bench )?[a-z-]+", command)[0]

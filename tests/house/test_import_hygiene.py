@@ -26,7 +26,17 @@ print("MODULES", *sorted({{name.partition(".")[0] for name in sys.modules}}))
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["chat", "--help"], ["run", "--help"], ["config", "--json"]], ids=" ".join
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["chat", "--help"],
+        ["run", "--help"],
+        ["config", "--json"],
+        ["doctor", "--help"],
+        ["bench", "pp", "--help"],
+    ],
+    ids=" ".join,
 )
 def test_light_commands_import_nothing_slow(arguments: list[str]) -> None:
     loaded = modules_after(f"sys.argv = {['rimuru', *arguments]!r}; import rimuru_cli.main; rimuru_cli.main.main()")

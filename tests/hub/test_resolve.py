@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -163,6 +166,26 @@ def test_a_downloaded_repository_is_found_with_its_commit(hub: Path) -> None:
     assert resolve_model("org/name@main").path == newest
     assert resolve_model("org/name@refs/pr/1") == ResolvedModel("org/name", older, OLDER, False)
     assert resolve_model(f"org/name@{OLDER}").path == older
+
+
+@pytest.fixture(autouse=True)
+def hf_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The usual case: `hf` can be typed as it is."""
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+
+
+def test_the_command_is_spelled_out_where_only_rimuru_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "my venv" / "python"))
+    with pytest.raises(NotFoundError) as caught:
+        resolve_model("org/name")
+    assert caught.value.hint == "type `hf download org/name`", "there is none: its usual name"
+    beside = tmp_path / "my venv" / ("hf.exe" if os.name == "nt" else "hf")
+    beside.parent.mkdir()
+    beside.touch()
+    with pytest.raises(NotFoundError) as caught:
+        resolve_model("org/name")
+    assert caught.value.hint == f"type `{shlex.quote(str(beside))} download org/name`"
 
 
 def test_a_repository_that_is_not_there_names_the_command(hub: Path) -> None:

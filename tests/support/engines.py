@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from rimuru_cli.engine.config import EngineConfig, MemoryPlan, plan_memory
+from rimuru_cli.engine.device.plan import plan_device_memory
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import Request, SamplingParams
 from rimuru_models import load_model
@@ -28,11 +29,18 @@ def plan_for(folder: Path, config: EngineConfig | None = None) -> MemoryPlan:
 def load_engine(folder: Path, share: float = 1.0, config: EngineConfig | None = None) -> Engine:
     """An engine with room for `share` of the experts above the floor and the smallest context; share 1 holds everything and long chats."""
     config = config or EngineConfig()
-    plan = plan_for(folder, config)
     with CheckpointReader(folder) as reader:
-        layers = len(reader.config.moe_layers)
-        experts = layers * (reader.config.num_experts - plan.floor) * plan.geometry.pages_per_expert * plan.geometry.expert_page_bytes
-    pool_bytes = plan.full_pool if share == 1.0 else plan.least_pool + int(share * experts)
+        model, dtype = reader.config, reader.expert_dtype
+    if config.device in ("emulated", "cuda"):
+        device_plan = plan_device_memory(
+            model, dtype, replace(config, memory_bytes=None, pool_bytes=0), program=0, free=0, max_batch_tokens=config.device_batch_tokens
+        )
+        geometry, floor, least, full = device_plan.geometry, device_plan.floor, device_plan.pool, 0
+    else:
+        plan = plan_for(folder, config)
+        geometry, floor, least, full = plan.geometry, plan.floor, plan.least_pool, plan.full_pool
+    experts = len(model.moe_layers) * (model.num_experts - floor) * geometry.pages_per_expert * geometry.expert_page_bytes
+    pool_bytes = max(full, least + experts) if share == 1.0 else least + int(share * experts)
     return Engine.load(folder, replace(config, pool_bytes=pool_bytes, poison=True))
 
 

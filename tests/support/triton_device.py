@@ -1,14 +1,20 @@
-"""Where Triton tests run: on the GPU if there is one, else in Triton's interpreter on the CPU. Import this before any kernel module."""
+"""Where Triton tests run: on the GPU if there is one, else in Triton's interpreter on the CPU. Import this before triton or any kernel."""
 
 from __future__ import annotations
 
 import os
+import sys
 
+import pytest
 import torch
 
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel module is imported
+    # Read when triton and the kernel modules are imported: too late once another module brought triton in.
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("triton was imported before TRITON_INTERPRET=1 was set, so its kernels cannot be interpreted in this process")
+    os.environ["TRITON_INTERPRET"] = "1"
+pytest.importorskip("triton", reason="needs triton, which torch brings on Linux")
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 

@@ -6,7 +6,22 @@ larger than the memory ceiling runs, and why a missing expert can be read in pla
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from rimuru_models.weights import CheckpointReader, ExpertTensors
+
+
+class HostTier(Protocol):
+    """Where absent experts are read from."""
+
+    num_layers: int
+    num_experts: int
+    expert_bytes: int
+    bytes_read: int
+
+    def expert(self, layer: int, expert: int) -> ExpertTensors:
+        """Gate and up [f, d], down [d, f] of one expert of a MoE layer, as stored."""
+        ...
 
 
 class HostStore:
@@ -33,3 +48,6 @@ class HostStore:
         """Views of one expert: gate and up [f, d], down [d, f], in the checkpoint's dtype. Counts as a read of the host tier."""
         self.bytes_read += self.expert_bytes
         return self._experts[layer][expert]
+
+    def close(self) -> None:
+        """Nothing to give up: the views belong to the reader."""

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rimuru_cli.engine.experts.host_store import HostStore
+from rimuru_cli.engine.experts.host_store import HostTier
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.memory.geometry import PageKind
@@ -41,7 +41,7 @@ class Residency:
         self,
         pool: PagePool,
         view: ExpertView,
-        host: HostStore,
+        host: HostTier,
         ranking: ExpertRanking,
         loader: Loader,
         *,

@@ -1,0 +1,233 @@
+"""Triton: which experts a step lacks, where they go, and copying them from host memory; nothing waits for the host.
+
+`resolve` and `route` end in one program that decides; `fetch` reads page-locked host memory through its mapping into the device.
+"""
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rimuru_kernels.expert_fetch.state import FetchPlan, LayerResidency, ResolvePolicy
+from rimuru_kernels.rms_norm.kernel import normalize_row
+from rimuru_kernels.topk_gating.kernel import write_experts
+
+WORDS = 2048
+"""int64 words that one program of `fetch` copies at a time: 16 KiB, four 16-byte loads in flight per thread at 256 threads."""
+
+COMPARED = 4096
+"""Most (selection, expert) pairs that `resolve` compares at a time; bounds its registers."""
+
+
+@triton.jit
+def _routing(ids, weights, t0, tokens, TOP_K: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Ids and weights of the tokens from t0 on, [BLOCK_T, BLOCK_K]; -1 and 0 beyond the last."""
+    t, slot = t0 + tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_K)
+    mask = (t[:, None] < tokens) & (slot[None, :] < TOP_K)
+    chosen = tl.load(ids + t[:, None] * TOP_K + slot[None, :], mask=mask, other=-1)
+    weight = tl.load(weights + t[:, None] * TOP_K + slot[None, :], mask=mask, other=0.0)
+    return chosen, weight
+
+
+@triton.jit
+def _decide(
+    ids, weights, tokens, entries, scores, host, view, sources, pages, count, counters, scratch, log2_decay,
+    T: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PAGES: tl.constexpr, SCRATCH: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One program: update scores, exchange victims for misses in the layer's table, write the step's view and the list of copies."""
+    NONE: tl.constexpr = 2**63 - 1
+    e = tl.arange(0, BLOCK_E)
+    is_expert = e < EXPERTS
+    found = tl.zeros([BLOCK_T * BLOCK_K, BLOCK_E], tl.int32)
+    shares = tl.zeros([BLOCK_T * BLOCK_K, BLOCK_E], tl.float32)
+    first_page = tl.load(entries + e * PAGES, mask=is_expert, other=-1)
+    score = tl.load(scores + e, mask=is_expert, other=0.0)
+    chosen, weight = _routing(ids, weights, 0, tokens, TOP_K, BLOCK_T, BLOCK_K)
+    for t0 in range(0, T, BLOCK_T):
+        # The next tokens' routing is on its way while these are counted.
+        next_chosen, next_weight = _routing(ids, weights, t0 + BLOCK_T, tokens, TOP_K, BLOCK_T, BLOCK_K)
+        weight = tl.where(chosen >= 0, weight, 0.0)
+        sums = tl.sum(weight, 1)
+        # The newest token counts in full, older ones decayed: as if the tokens had come one by one.
+        age = (tokens - 1 - t0 - tl.arange(0, BLOCK_T)).to(tl.float32)
+        share = weight * (tl.exp2(log2_decay * age) / tl.where(sums > 0.0, sums, 1.0))[:, None]
+        same = tl.reshape(chosen.to(tl.int32), [BLOCK_T * BLOCK_K])[:, None] == e[None, :]
+        found += same.to(tl.int32)
+        shares += tl.where(same, tl.reshape(share, [BLOCK_T * BLOCK_K])[:, None], 0.0)
+        chosen, weight = next_chosen, next_weight
+    uses = tl.sum(found, 0)
+    gained = tl.sum(shares, 0)
+    score = score * tl.exp2(log2_decay * tokens) + gained
+    tl.store(scores + e, score, mask=is_expert)
+
+    selected = (uses > 0) & is_expert
+    resident = (first_page >= 0) & is_expert
+    hit, miss = selected & resident, selected & (first_page < 0)
+    for p in tl.static_range(PAGES):
+        tl.store(view + e * PAGES + p, tl.load(entries + e * PAGES + p, mask=hit, other=-1), mask=hit)
+    # Score and index in one integer: ordered by score, equals by index. Scores are not negative, so their bits order as they do.
+    bits = score.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    misses = tl.where(miss, bits + (BLOCK_E - 1 - e).to(tl.int64), -1)  # largest first: high score, then low index
+    victims = tl.where(resident & (uses == 0), bits + e.to(tl.int64), NONE)  # smallest first: low score, then low index
+    num_misses = tl.sum(miss.to(tl.int32), 0)
+    p = tl.arange(0, BLOCK_P)
+    copies = num_misses * 0
+    lent = num_misses * 0
+    for _ in range(num_misses):
+        miss_key, victim_key = tl.max(misses, 0), tl.min(victims, 0)
+        misses = tl.where(misses == miss_key, -1, misses)
+        expert = BLOCK_E - 1 - (miss_key & 0xFFFFFFFF).to(tl.int32)
+        victim = (victim_key & 0xFFFFFFFF).to(tl.int32)
+        source = tl.load(host + expert)
+        borrow = (source != 0) & (lent < SCRATCH) & ((miss_key >> 32) < (victim_key >> 32))
+        evict = (source != 0) & (victim_key != NONE) & (borrow == 0)
+        # Limits instead of `mask & scalar`, which the interpreter gets wrong.
+        evicts, borrows = p < tl.where(evict, PAGES, 0), p < tl.where(borrow, PAGES, 0)
+        row = tl.load(entries + victim * PAGES + p, mask=evicts, other=-1)
+        if SCRATCH > 0:
+            row = tl.maximum(row, tl.load(scratch + lent * PAGES + p, mask=borrows, other=-1))
+        tl.debug_barrier()  # every thread has read the victim's row before any thread clears it
+        tl.store(entries + expert * PAGES + p, row, mask=evicts)
+        tl.store(entries + victim * PAGES + p, tl.full([BLOCK_P], -1, tl.int32), mask=evicts)
+        tl.store(view + expert * PAGES + p, row, mask=p < PAGES)
+        tl.store(pages + copies * PAGES + p, row, mask=evicts | borrows)
+        tl.store(sources + copies, source, mask=evict | borrow)
+        copies += (evict | borrow).to(tl.int32)
+        lent += borrow.to(tl.int32)
+        victims = tl.where(victims == tl.where(evict, victim_key, NONE), NONE, victims)
+    tl.store(count, copies)
+    total = tl.sum(tl.where(is_expert, uses, 0), 0)
+    hits = tl.sum(tl.where(hit, uses, 0), 0)
+    tl.store(counters + 0, tl.load(counters + 0) + total)
+    tl.store(counters + 1, tl.load(counters + 1) + hits)
+    tl.store(counters + 2, tl.load(counters + 2) + copies)
+    tl.store(counters + 3, tl.load(counters + 3) + (num_misses - copies))
+
+
+@triton.jit
+def _resolve(
+    ids, weights, num_tokens, entries, scores, host, view, sources, pages, count, counters, scratch, log2_decay,
+    T: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PAGES: tl.constexpr, SCRATCH: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    tokens = T
+    if num_tokens is not None:
+        tokens = tl.minimum(tl.load(num_tokens), T)
+    _decide(
+        ids, weights, tokens, entries, scores, host, view, sources, pages, count, counters, scratch, log2_decay,
+        T, TOP_K, EXPERTS, PAGES, SCRATCH, BLOCK_T, BLOCK_K, BLOCK_E, BLOCK_P,
+    )  # fmt: skip
+
+
+@triton.jit
+def _route(
+    x, residual, norm_weight, eps, router, hidden_out, residual_out, logits, arrived,
+    ids, weights, num_tokens, entries, scores, host, view, sources, pages, count, counters, scratch, log2_decay,
+    HIDDEN: tl.constexpr, RENORMALIZE: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, BLOCK_R: tl.constexpr,
+    T: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PAGES: tl.constexpr, SCRATCH: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """One token's residual + x, its norm, ROWS rows of the router; the last program of all chooses every token's experts and decides."""
+    part, token = tl.program_id(0), tl.program_id(1)
+    d = tl.arange(0, BLOCK_D)
+    mask = d < HIDDEN
+    row = part * ROWS + tl.arange(0, ROWS)
+    dtype: tl.constexpr = hidden_out.dtype.element_ty
+    matrix = tl.load(router + row[:, None] * HIDDEN + d[None, :], mask=(row[:, None] < EXPERTS) & mask[None, :], other=0.0)
+    scale = tl.load(norm_weight + d, mask=mask, other=0.0).to(tl.float32)
+    value = tl.load(x + token * HIDDEN + d, mask=mask, other=0.0).to(tl.float32)
+    value = (value + tl.load(residual + token * HIDDEN + d, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+    normed = normalize_row(value.to(tl.float32), scale, eps, HIDDEN, dtype).to(dtype)
+    if part == 0:
+        tl.store(residual_out + token * HIDDEN + d, value, mask=mask)
+        tl.store(hidden_out + token * HIDDEN + d, normed, mask=mask)
+    tl.store(logits + token * EXPERTS + row, tl.sum(matrix.to(tl.float32) * normed.to(tl.float32)[None, :], 1), mask=row < EXPERTS)
+    tl.debug_barrier()  # this program's logits are written before its arrival is counted
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == tl.num_programs(0) * tl.num_programs(1) - 1:
+        tl.store(arrived, 0)
+        tokens = T
+        if num_tokens is not None:
+            tokens = tl.minimum(tl.load(num_tokens), T)
+        t, e = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_E)
+        mask_te = (t[:, None] < T) & (e[None, :] < EXPERTS)
+        rows = tl.load(logits + t[:, None] * EXPERTS + e[None, :], mask=mask_te, other=0.0, cache_modifier=".cg")
+        write_experts(rows, weights, ids, t, T, tokens, EXPERTS, TOP_K, RENORMALIZE, BLOCK_E)
+        tl.debug_barrier()  # ids and weights are read back in another arrangement of threads
+        _decide(
+            ids, weights, tokens, entries, scores, host, view, sources, pages, count, counters, scratch, log2_decay,
+            T, TOP_K, EXPERTS, PAGES, SCRATCH, BLOCK_T, BLOCK_K, BLOCK_E, BLOCK_P,
+        )  # fmt: skip
+
+
+@triton.jit
+def _fetch(sources, pages, count, pool, PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, WORDS: tl.constexpr):
+    """Programs share the pieces of all copies evenly, so one missing expert is copied by all of them."""
+    PIECES: tl.constexpr = (PAGE_WORDS + WORDS - 1) // WORDS
+    copies = tl.load(count)
+    i = tl.arange(0, WORDS)
+    target_base = pool.to(tl.pointer_type(tl.int64))
+    for piece in range(tl.program_id(0), copies * (PAGES * PIECES), tl.num_programs(0)):
+        page = piece // PIECES
+        word = (piece % PIECES) * WORDS + i
+        source = tl.load(sources + page // PAGES).to(tl.pointer_type(tl.int64))
+        entry = tl.load(pages + page).to(tl.int64)
+        source = tl.multiple_of(source + (page % PAGES) * PAGE_WORDS, 16)
+        target = tl.multiple_of(target_base + entry * 32, 16)
+        words = tl.load(source + word, mask=word < PAGE_WORDS, eviction_policy="evict_first")
+        tl.store(target + word, words, mask=word < PAGE_WORDS)
+
+
+def _blocks(top_k: int, tokens: int, experts: int, pages: int) -> dict[str, int]:
+    block_k, block_e = triton.next_power_of_2(top_k), triton.next_power_of_2(experts)
+    block_t = min(triton.next_power_of_2(tokens), max(1, COMPARED // (block_k * block_e)))
+    return {"BLOCK_T": block_t, "BLOCK_K": block_k, "BLOCK_E": block_e, "BLOCK_P": triton.next_power_of_2(pages)}
+
+
+def resolve(
+    topk_ids: Tensor, topk_weights: Tensor, state: LayerResidency, plan: FetchPlan, policy: ResolvePolicy, num_tokens: Tensor | None
+) -> None:
+    """See `rimuru_kernels.expert_fetch.resolve`; arguments are taken as checked."""
+    tokens, top_k = topk_ids.shape
+    experts, pages = state.entries.shape
+    blocks = _blocks(top_k, tokens, experts, pages)
+    elements = blocks["BLOCK_T"] * blocks["BLOCK_K"] * blocks["BLOCK_E"]
+    _resolve[(1,)](
+        topk_ids, topk_weights, num_tokens, state.entries, state.scores, state.host, plan.entries, plan.sources, plan.pages, plan.count,
+        state.counters, plan.scratch, math.log2(policy.decay), T=tokens, TOP_K=top_k, EXPERTS=experts, PAGES=pages,
+        SCRATCH=plan.scratch.shape[0] if policy.never_evict_better else 0, **blocks, num_warps=max(1, min(8, elements // 1024)),
+    )  # fmt: skip
+
+
+def route(
+    x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float, router: Tensor, renormalize: bool, hidden_out: Tensor,
+    residual_out: Tensor, topk_ids: Tensor, topk_weights: Tensor, state: LayerResidency, plan: FetchPlan, policy: ResolvePolicy,
+    num_tokens: Tensor | None,
+) -> None:  # fmt: skip
+    """See `rimuru_kernels.expert_fetch.route`; arguments are taken as checked."""
+    tokens, top_k = topk_ids.shape
+    experts, pages = state.entries.shape
+    hidden = x.shape[1]
+    block_d = triton.next_power_of_2(hidden)
+    rows = max(1, min(8192 // block_d, triton.next_power_of_2(experts)))
+    logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
+    _route[(triton.cdiv(experts, rows), tokens)](
+        x, residual, norm_weight, eps, router, hidden_out, residual_out, logits, plan.arrived,
+        topk_ids, topk_weights, num_tokens, state.entries, state.scores, state.host, plan.entries, plan.sources, plan.pages, plan.count,
+        state.counters, plan.scratch, math.log2(policy.decay),
+        HIDDEN=hidden, RENORMALIZE=renormalize, BLOCK_D=block_d, ROWS=rows, BLOCK_R=triton.next_power_of_2(tokens),
+        T=tokens, TOP_K=top_k, EXPERTS=experts, PAGES=pages,
+        SCRATCH=plan.scratch.shape[0] if policy.never_evict_better else 0, **_blocks(top_k, tokens, experts, pages), num_warps=4,
+    )  # fmt: skip
+
+
+def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, programs: int = 128) -> None:
+    """See `rimuru_kernels.expert_fetch.fetch`; arguments are taken as checked."""
+    _fetch[(programs,)](
+        plan.sources, plan.pages, plan.count, pool, PAGES=plan.pages.shape[1], PAGE_WORDS=page_bytes // 8, WORDS=WORDS, num_warps=8
+    )  # fmt: skip

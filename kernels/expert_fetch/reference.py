@@ -1,0 +1,69 @@
+"""Residency decisions and copies in plain Python and torch: what the Triton kernels must equal. For tests and for reading."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from rimuru_kernels.expert_fetch.state import FetchPlan, LayerResidency, ResolvePolicy
+
+ENTRY_BYTES = 256
+
+
+def resolve(
+    topk_ids: Tensor, topk_weights: Tensor, state: LayerResidency, plan: FetchPlan, policy: ResolvePolicy, num_tokens: Tensor | None
+) -> None:
+    """See `rimuru_kernels.expert_fetch.resolve`; arguments are taken as checked."""
+    tokens = topk_ids.shape[0] if num_tokens is None else min(topk_ids.shape[0], int(num_tokens))
+    experts = state.entries.shape[0]
+    scores, uses = [float(s) for s in state.scores], [0] * experts
+    for ids, weights in zip(topk_ids[:tokens].tolist(), topk_weights[:tokens].tolist(), strict=True):
+        total = sum(weight for expert, weight in zip(ids, weights, strict=True) if expert >= 0)
+        scores = [score * policy.decay for score in scores]
+        for expert, weight in zip(ids, weights, strict=True):
+            if expert >= 0:
+                uses[expert] += 1
+                scores[expert] += weight / (total if total > 0 else 1.0)
+    state.scores.copy_(torch.tensor(scores))
+    scores = state.scores.tolist()  # compared as they are stored, in float32
+
+    resident = (state.entries[:, 0] >= 0).tolist()
+    misses = sorted((e for e in range(experts) if uses[e] and not resident[e]), key=lambda e: (-scores[e], e))
+    victims = sorted((e for e in range(experts) if resident[e] and not uses[e]), key=lambda e: (scores[e], e))
+    for e in range(experts):
+        if uses[e] and resident[e]:
+            plan.entries[e] = state.entries[e]
+    copies = lent = 0
+    for e in misses:
+        source = int(state.host[e])
+        worthless = bool(victims) and scores[e] < scores[victims[0]]
+        plan.entries[e] = -1
+        if source and policy.never_evict_better and lent < plan.scratch.shape[0] and (worthless or not victims):
+            plan.entries[e] = plan.scratch[lent]
+            lent += 1
+        elif source and victims:
+            victim = victims.pop(0)
+            row = state.entries[victim].clone()
+            state.entries[victim] = -1
+            state.entries[e] = row
+            plan.entries[e] = row
+        else:
+            continue
+        plan.sources[copies] = source
+        plan.pages[copies] = plan.entries[e]
+        copies += 1
+    plan.count[0] = copies
+    hits = sum(uses[e] for e in range(experts) if resident[e])
+    state.counters.add_(torch.tensor([sum(uses), hits, copies, len(misses) - copies], device=state.counters.device))
+
+
+def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int) -> None:
+    """See `rimuru_kernels.expert_fetch.fetch`; arguments are taken as checked. Sources are addresses of this process."""
+    for row in range(int(plan.count)):
+        for column, entry in enumerate(plan.pages[row].tolist()):
+            address = int(plan.sources[row]) + column * page_bytes
+            content = (ctypes.c_uint8 * page_bytes).from_address(address)
+            start = entry * ENTRY_BYTES
+            pool[start : start + page_bytes] = torch.frombuffer(content, dtype=torch.uint8).to(pool.device)

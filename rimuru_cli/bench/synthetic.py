@@ -1,0 +1,101 @@
+"""Checkpoints of a true shape with random weights, made in memory: for speed the values do not matter, only the shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rimuru_models.config import ModelConfig
+from rimuru_models.layout import dense_shapes
+from rimuru_models.weights import ExpertTensors
+
+_BLOCK = 1 << 22
+
+_QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "use_sliding_window": False,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": _QWEN3_30B,
+    # The same kinds of layers, small enough for a laptop's processor: for trying the bench itself.
+    "tiny": {
+        **_QWEN3_30B,
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "moe_intermediate_size": 48,
+        "num_experts": 32,
+        "max_position_embeddings": 4096,
+    },
+}
+
+
+class SyntheticReader:
+    """Looks like an open checkpoint of a shape, with random weights.
+
+    Args:
+        shape: a key of `SHAPES`.
+        top_k: experts per token instead of the shape's own.
+        dtype: of all weights.
+    """
+
+    def __init__(self, shape: str, *, top_k: int | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        config = ModelConfig.from_dict(SHAPES[shape], where=shape)
+        self.config = config if top_k is None else replace(config, top_k=top_k)
+        self.expert_dtype = dtype
+        self._shapes = dense_shapes(self.config)
+        self._block = torch.randn(_BLOCK, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(dtype)
+
+    def dense_view(self, name: str) -> Tensor:
+        """A dense tensor: norms are ones, all else repeats one random block."""
+        shape = self._shapes[name]
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=self.expert_dtype)
+        return self._repeat(shape)
+
+    def expert(self, layer: int, expert: int) -> ExpertTensors:
+        """One expert: parts of the random block at an offset of its own."""
+        f, d = self.config.expert_intermediate, self.config.hidden_size
+        start = (layer * 131 + expert * 17) * 64 % max(1, _BLOCK - f * d)
+        part = self._block[start : start + f * d]
+        return ExpertTensors(part.view(f, d), part.view(f, d), part.view(d, f))
+
+    def check_tied(self) -> None:
+        """Nothing to check: there is no second output matrix."""
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+    def _repeat(self, shape: Sequence[int]) -> Tensor:
+        count = 1
+        for size in shape:
+            count *= size
+        return self._block.repeat(-(-count // _BLOCK))[:count].view(tuple(shape))

@@ -1,0 +1,128 @@
+"""`rimuru bench pp` and `tg`: what was asked for is checked before minutes go into weights, then measured."""
+
+from __future__ import annotations
+
+import csv
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rimuru_cli.bench.gpu_only import require_gpu
+from rimuru_cli.bench.machine import memory_facts
+from rimuru_cli.bench.synthetic import SHAPES
+from rimuru_cli.bench.tokens import Routing, run_tokens_bench
+from rimuru_cli.settings import MemorySize
+from rimuru_kernels.backend import select_backend
+from rimuru_models.config import ModelConfig
+from rimuru_models.errors import DoesNotFitError, UsageError
+from rimuru_models.layout import num_parameters
+
+Progress = Callable[[str, int, int], None]
+
+TESTS = ("pp", "tg")
+DEFAULT_PROMPTS = (512, 4096)
+_SMALL = "tiny"
+_WARM_UP = 64
+_GIB = 1 << 30
+
+
+def run_token_rows(
+    tests: Sequence[str],
+    *,
+    shape: str,
+    ceilings: Sequence[MemorySize | None] = (),
+    trace: Path | None = None,
+    prompts: Sequence[int] = (),
+    tokens: int = 128,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Rows of the wanted tests of a shape with random weights; see `run_tokens_bench`.
+
+    Without a CUDA device that runs the kernels, only the shape "tiny" is measured: the device engine on the CPU, in float32.
+
+    Args:
+        tests: "pp" and "tg", in any order.
+        shape: a key of SHAPES.
+        ceilings: of device memory, None for no cap; one run without a cap when empty.
+        trace: recorded routing for tg.
+        prompts: sizes for pp in tokens; 512 and 4096, where the shape's context has room, when empty.
+        tokens: to generate for tg.
+
+    Returns:
+        JSON-able: "rows" with llama-bench's columns (model, size, params, backend, test, t/s) and vram_cap, vram_used, resident_share,
+        top_k, routing, hit_rate; "trace": its path.
+
+    Raises:
+        UsageError: an unknown test or shape, more tokens than the shape has positions, a recording that does not belong to the shape.
+        DoesNotFitError: no device, too little main memory, or a ceiling below what the shape needs.
+    """
+    unknown = [test for test in tests if test not in TESTS]
+    if unknown:
+        raise UsageError(f"There is no test {unknown[0]!r}.", hint="The tests are pp (prompt) and tg (generation): rimuru bench pp tg …")
+    if shape not in SHAPES:
+        raise UsageError(f"There is no shape {shape!r}.", hint=f"--model-shape is one of {', '.join(SHAPES)}.")
+    config = ModelConfig.from_dict(SHAPES[shape], where=shape)
+    on_gpu = select_backend().name == "triton"
+    if shape != _SMALL:
+        require_gpu(f"The shape {shape}", f"--model-shape {_SMALL} runs anywhere, for trying the command.")
+    # One more token is generated after a prompt.
+    prompts = list(dict.fromkeys(prompts)) or [count for count in DEFAULT_PROMPTS if count < config.max_positions]
+    longest = max(*prompts, tokens + _WARM_UP)
+    if longest >= config.max_positions:
+        raise UsageError(f"{longest} tokens, warming up included, are too many for {shape}, which has {config.max_positions} positions.")
+    if trace is not None:
+        _check_trace(trace, config, shape, tests)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    _check_memory(num_parameters(config) * dtype.itemsize, shape)
+    device_bytes = torch.cuda.mem_get_info()[1] if on_gpu else memory_facts()["ram_bytes"]
+    report = run_tokens_bench(
+        [test for test in TESTS if test in tests],
+        shape=shape,
+        vram=[None if ceiling is None else ceiling.of(device_bytes) for ceiling in ceilings or [None]],
+        trace=trace,
+        device=torch.device("cuda" if on_gpu else "cpu"),
+        progress=progress,
+        dtype=dtype,
+        prompts=prompts,
+        tokens=tokens,
+    )
+    return {**report, "trace": None if trace is None else str(trace), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def _check_trace(trace: Path, config: ModelConfig, shape: str, tests: Sequence[str]) -> None:
+    if "tg" not in tests:
+        raise UsageError("A recorded routing is replayed by tg, which was not asked for.", hint="rimuru bench pp tg --routing-trace …")
+    try:
+        routing = Routing.recorded(trace)
+        steps, layers, top_k = routing.experts.shape
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, EOFError, zlib.error, csv.Error) as error:
+        raise UsageError(
+            f"{trace} is no routing that this command understands ({type(error).__name__}: {error}).",
+            hint="It is CSV, plain or as .gz, with the columns phase, step, layer, experts and weights.",
+        ) from error
+    except OSError as error:
+        if error.errno is not None:  # no such file, no permission: said elsewhere
+            raise
+        raise UsageError(f"{trace} ends in .gz and is not a gzip file.") from error
+    highest, lowest = int(routing.experts.max()), int(routing.experts.min())
+    if layers != len(config.moe_layers) or not 0 <= lowest <= highest < config.num_experts or top_k > config.num_experts:
+        raise UsageError(
+            f"{trace} was recorded with {layers} layers and experts up to {highest}; {shape} has {len(config.moe_layers)} layers "
+            f"of {config.num_experts} experts.",
+            hint="Give the recording of this shape, or leave --routing-trace away for uniform routing.",
+        )
+    if not 0 < routing.prompt_steps < steps:
+        raise UsageError(f"{trace} needs steps of a prompt (phase 0) and generated ones (phase 1).")
+
+
+def _check_memory(num_bytes: int, shape: str) -> None:
+    """All weights pass through main memory, and the experts stay there."""
+    free = memory_facts()["ram_free_bytes"]
+    if num_bytes > free:
+        raise DoesNotFitError(
+            f"The weights of {shape} take {num_bytes / _GIB:.1f} GiB of main memory, and {free / _GIB:.1f} GiB are free.",
+            hint=f"Close other programs, or use --model-shape {_SMALL}.",
+        )

@@ -1,0 +1,151 @@
+"""The resident set where the device itself trades experts: tables live there, and the host's copies are brought up to date when needed.
+
+Between two moves of the host (shrink, expand) the device exchanges experts on its own (`expert_fetch.resolve`): a missing expert takes the
+pages of a worse one of the same layer. The number of residents of a layer therefore changes only here.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rimuru_cli.engine.device.pinned_host import PinnedHost
+from rimuru_cli.engine.experts.ranking import ExpertRanking
+from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.transfer import Loader
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.memory.views import ExpertView
+from rimuru_kernels.expert_fetch import COUNTER_NAMES, LayerResidency
+
+
+class DeviceTables:
+    """The device's own tables, one row per MoE layer.
+
+    Attributes:
+        entries: int32 [L, E, P]; scores: float32 [L, E]; pointers: int64 [L, E]; counters: int64 [L, 4]; see `LayerResidency`.
+    """
+
+    def __init__(self, host: PinnedHost, ranking: ExpertRanking, pages_per_expert: int, device: torch.device) -> None:
+        shape = (host.num_layers, host.num_experts)
+        self.entries = torch.full((*shape, pages_per_expert), -1, dtype=torch.int32, device=device)
+        self.scores = torch.from_numpy(ranking.scores).to(device=device, dtype=torch.float32)
+        self.pointers = host.pointers.to(device)
+        self.counters = torch.zeros(shape[0], len(COUNTER_NAMES), dtype=torch.int64, device=device)
+
+    def layer(self, index: int) -> LayerResidency:
+        """One layer's rows."""
+        return LayerResidency(self.entries[index], self.scores[index], self.pointers[index], self.counters[index])
+
+
+class DeviceResidency(Residency):
+    """`Residency` over tables that the device edits too.
+
+    Attributes:
+        tables: the device's tables.
+        stale: set by whoever lets the device exchange experts; the host's tables are read back before they are used again.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        view: ExpertView,
+        host: PinnedHost,
+        ranking: ExpertRanking,
+        loader: Loader,
+        tables: DeviceTables,
+        *,
+        floor: int,
+        pages_per_expert: int,
+    ) -> None:
+        super().__init__(pool, view, host, ranking, loader, floor=floor, pages_per_expert=pages_per_expert)
+        self.rows = None
+        self.tables = tables
+        self.stale = False
+        self._changed: set[tuple[int, int]] = set()
+        self._stream = torch.cuda.Stream() if pool.data.is_cuda else None  # type: ignore[no-untyped-call]
+
+    @property
+    def fewest_visible(self) -> int:
+        """Visible experts of the layer that has the fewest; what the device exchanges does not change it."""
+        visible = list(self.counts)
+        for layer, _ in self._loading:
+            visible[layer] -= 1
+        return min(visible)
+
+    def pull(self) -> None:
+        """Read back what the device changed."""
+        if not self.stale:
+            return
+        self.stale = False
+        self.push()
+        self.entries = self.tables.entries.cpu().numpy()
+        self.resident = self.entries[:, :, 0] >= 0
+        self._ranking.scores[:] = self.tables.scores.cpu().numpy()
+
+    def push(self) -> None:
+        """Write what the host changed to the device."""
+        if not self._changed:
+            return
+        keys = np.array(sorted(self._changed))
+        self._changed.clear()
+        rows = torch.from_numpy(self.entries[keys[:, 0], keys[:, 1]])
+        index = torch.from_numpy(keys).to(self.tables.entries.device)
+        self.tables.entries[index[:, 0], index[:, 1]] = rows.to(self.tables.entries.device)
+
+    def commit(self, *, wait: bool = False) -> None:
+        """See `Residency.commit`."""
+        if self._loading:
+            self.pull()
+            # What the device fetched itself in the meantime is not needed a second time.
+            for key in [key for key in self._loading if self.resident[key]]:
+                self._abandon(*key)
+        super().commit(wait=wait)
+
+    def expand(self, count: int) -> int:
+        """See `Residency.expand`."""
+        self.pull()
+        return super().expand(count)
+
+    def shrink(self, count: int) -> int:
+        """See `Residency.shrink`."""
+        self.pull()
+        return super().shrink(count)
+
+    def check_integrity(self) -> None:
+        """See `Residency.check_integrity`; also the device's tables are the host's."""
+        self.pull()
+        self.push()
+        super().check_integrity()
+        assert np.array_equal(self.tables.entries.cpu().numpy(), self.entries), "the device's table is not the host's"
+
+    def close(self) -> None:
+        """See `Residency.close`."""
+        self.pull()
+        super().close()
+
+    def absent(self, layer: int) -> Tensor:
+        """Absent experts of a layer, int64, ascending. Call `pull` first."""
+        return torch.from_numpy(np.flatnonzero(~self.resident[layer]))
+
+    @torch.inference_mode()
+    def _copy(self, layer: int, expert: int, pages: list[int]) -> None:
+        if self._stream is None:
+            super()._copy(layer, expert, pages)
+            return
+        with torch.cuda.stream(self._stream):
+            source = self._host.expert(layer, expert)
+            for tiles, whole in zip(self.view.expert(pages), source, strict=True):
+                for tile, rows in zip(tiles, whole.chunk(len(tiles)), strict=True):
+                    tile.copy_(rows, non_blocking=True)
+        self._stream.synchronize()
+
+    def _show(self, layer: int, expert: int, pages: list[int]) -> None:
+        self.entries[layer, expert] = pages
+        self.resident[layer, expert] = True
+        self._changed.add((layer, expert))
+
+    def _hide(self, layer: int, expert: int) -> None:
+        self.entries[layer, expert] = -1
+        self.resident[layer, expert] = False
+        self._changed.add((layer, expert))

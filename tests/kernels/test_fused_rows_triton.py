@@ -1,0 +1,129 @@
+"""Norm, gating and rotary kernels against float64 formulas, outputs poisoned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, poisoned, relative_error
+
+from rimuru_kernels.paged_attention import KVLayout
+from rimuru_kernels.rms_norm import add_rms_norm
+from rimuru_kernels.rms_norm import kernel as rms_norm_kernel
+from rimuru_kernels.rotary import kernel as rotary_kernel
+from rimuru_kernels.rotary import rotary_store, rotary_tables
+from rimuru_kernels.topk_gating import kernel as gating_kernel
+from rimuru_kernels.topk_gating import topk_gating
+
+
+def norm_by_hand(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.double()
+    return weight.double() * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "n"), [(1, 1), (3, 48), (2, 2048), (1, 5120)])
+def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:
+    wide = torch.randn(rows, n + 16).to(DEVICE, dtype)
+    x, residual = wide[:, :n], torch.randn(rows, n).to(DEVICE, dtype)
+    weight = (torch.rand(n) + 0.5).to(DEVICE, dtype)
+    out = poisoned(rows, n, dtype=dtype)
+    rms_norm_kernel.rms_norm(x, weight, 1e-6, out)
+    assert relative_error(out, norm_by_hand(x, weight, 1e-6)) < TOLERANCE[dtype]
+    out, total = poisoned(rows, n, dtype=dtype), residual.clone()
+    rms_norm_kernel.rms_norm(x, weight, 1e-6, out, total, total)
+    assert relative_error(total, x.double() + residual.double()) < TOLERANCE[dtype]
+    assert relative_error(out, norm_by_hand(total, weight, 1e-6)) < TOLERANCE[dtype]
+
+
+def test_add_rms_norm_updates_the_residual() -> None:
+    x, residual, weight = torch.randn(2, 8), torch.randn(2, 8), torch.rand(8)
+    want = x + residual
+    total, normed = add_rms_norm(x, residual, weight, 1e-5)
+    assert total is residual and torch.equal(total, want)
+    assert relative_error(normed, norm_by_hand(want, weight, 1e-5)) < 1e-6
+    with pytest.raises(ValueError, match="add_rms_norm"):
+        add_rms_norm(x, residual[:1], weight, 1e-5)
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 1, 1), (3, 8, 8), (5, 60, 4), (4, 128, 8), (1, 512, 10)])
+def test_gating(tokens: int, experts: int, top_k: int, renormalize: bool) -> None:
+    logits = (torch.randn(tokens, experts + 3) * 2).to(DEVICE)[:, :experts]
+    weights = poisoned(tokens, top_k, dtype=torch.float32)
+    ids = torch.full((tokens, top_k), -7, device=DEVICE)
+    gating_kernel.topk_gating(logits, top_k, renormalize, weights, ids)
+    want_weights, want_ids = topk_gating(logits.cpu().double().float(), top_k, renormalize)
+    assert torch.equal(ids.cpu(), want_ids)
+    exact = torch.softmax(logits.cpu().double(), -1).gather(1, want_ids)
+    if renormalize:
+        exact /= exact.sum(-1, keepdim=True)
+    torch.testing.assert_close(weights.cpu().double(), exact, rtol=1e-5, atol=1e-7)
+    assert want_weights.shape == weights.shape
+
+
+def test_gating_breaks_ties_by_index_and_marks_padding() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.0, 2.0, 1.0, 2.0], [0.0] * 6, [0.0] * 6, [float("nan")] * 6], device=DEVICE)
+    for dtype in (torch.int64, torch.int32):
+        weights = poisoned(4, 4, dtype=torch.float32)
+        ids = torch.full((4, 4), 99, dtype=dtype, device=DEVICE)
+        gating_kernel.topk_gating(logits, 4, True, weights, ids, torch.tensor([2], dtype=torch.int32, device=DEVICE))
+        assert ids.tolist() == [[0, 1, 3, 5], [0, 1, 2, 3], [-1] * 4, [-1] * 4]
+        assert weights[2:].tolist() == [[0.0] * 4] * 2
+    gating_kernel.topk_gating(logits, 4, True, weights, ids)
+    assert ids[3].tolist() == [0, 1, 2, 3]  # a row of NaN still names four different experts
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("norm", "clip"), [(False, None), (True, None), (False, 0.7)], ids=["plain", "norm", "clip"])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim"), [(2, 4, 2, 8), (17, 3, 1, 24), (3, 32, 4, 128)])
+def test_rotary_store(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, clip: float | None, dtype: torch.dtype) -> None:
+    layout = KVLayout(4, kv_heads, head_dim)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
+    weights = [(torch.rand(head_dim) + 0.5).to(dtype) if norm else None for _ in range(2)]
+    positions = torch.randint(0, 40, (tokens,))
+    positions[-1] = -1
+    cos, sin = rotary_tables(positions.clamp(min=0), 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim), torch.float32)
+    units = -(-layout.page_bytes(dtype.itemsize) // 256)
+    table = (torch.randperm(tokens * 10).view(tokens, 10) * units).to(torch.int32)
+    pools = [torch.full((tokens * 10 * units * 256,), 0xFF, dtype=torch.uint8) for _ in range(2)]
+    pool = pools[0].to(DEVICE)
+    on_device = [t.to(DEVICE) if t is not None else None for t in (qkv, *weights, cos, sin)]
+    out = poisoned(tokens, heads, head_dim, dtype=dtype)
+    rotary_kernel.rotary_store(*on_device, out, pool, table.to(DEVICE), positions.to(DEVICE), None, layout, 1e-6, clip)
+
+    exact_weights = [None if w is None else w.double() for w in weights]
+    wide = KVLayout(4, kv_heads, head_dim)
+    wide_units = -(-wide.page_bytes(8) // 256)
+    wide_pool = torch.full((tokens * 10 * wide_units * 256,), 0xFF, dtype=torch.uint8)
+    want = rotary_store(
+        qkv.double(), cos.double(), sin.double(), wide_pool, table // units * wide_units, positions, wide,
+        q_norm=exact_weights[0], k_norm=exact_weights[1], eps=1e-6, clip=clip,
+    )  # fmt: skip
+    assert relative_error(out, want) < TOLERANCE[dtype]
+    page = layout.page_bytes(dtype.itemsize)
+    stored = pool.cpu().view(-1, units * 256)[:, :page].view(dtype).double()
+    exact = wide_pool.view(-1, wide_units * 256)[:, : wide.page_bytes(8)].view(torch.float64)
+    assert torch.equal(stored.isnan(), exact.isnan())
+    assert relative_error(stored.nan_to_num(), exact.nan_to_num()) < TOLERANCE[dtype]
+
+
+def test_rotary_store_refuses_what_does_not_fit() -> None:
+    layout = KVLayout(4, 2, 8)
+    cos, sin = rotary_tables(torch.arange(2), torch.rand(4), torch.float32)
+    pool, table = torch.zeros(4096, dtype=torch.uint8), torch.zeros(2, 1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows of 40"):
+        rotary_store(torch.zeros(2, 40), cos, sin, pool, table, torch.arange(2), layout)
+    with pytest.raises(ValueError, match="tables"):
+        rotary_store(torch.zeros(2, 64), cos[:1], sin[:1], pool, table, torch.arange(2), layout)
+    with pytest.raises(ValueError, match="norms of q and k"):
+        rotary_store(torch.zeros(2, 64), cos, sin, pool, table, torch.arange(2), layout, q_norm=torch.ones(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+def test_the_ops_take_the_kernels_on_a_gpu() -> None:
+    logits = torch.randn(7, 128, device=DEVICE)
+    weights, ids = topk_gating(logits, 8, True)
+    want_weights, want_ids = topk_gating(logits.cpu(), 8, True)
+    assert torch.equal(ids.cpu(), want_ids)
+    torch.testing.assert_close(weights.cpu(), want_weights, rtol=1e-5, atol=1e-7)
