@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from rimuru_kernels.fused_moe import reference
 from rimuru_kernels.fused_moe.workspace import MoeWorkspace, workspace_bytes
 
-__all__ = ["MoeWorkspace", "expert_ffn", "gathered_moe", "paged_moe", "workspace_bytes"]
+__all__ = ["MoeWorkspace", "expert_ffn", "paged_moe", "token_moe", "workspace_bytes"]
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,17 +28,19 @@ def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tenso
     return reference.expert_ffn(x, gate, up, down, weights)
 
 
-def gathered_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-    """One token over its k gathered experts: x [1, d], gate_up [2, k, f, d], down [k, d, f], weights [k] -> [1, d], all float32.
+def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """One token over its k experts: x [1, d], k matrices gate_up [2f, d] and down [d, f], weights [k] -> [1, d], all float32.
 
     Raises:
         ValueError: if the shapes do not belong together.
     """
-    two, k, f, d = gate_up.shape
-    if two != 2 or down.shape != (k, d, f) or x.shape != (1, d) or weights.shape != (k,):
-        shapes = [tuple(t.shape) for t in (x, gate_up, down, weights)]
-        raise ValueError(f"gathered_moe: x, gate_up, down, weights of shapes {shapes} do not belong together")
-    return reference.gathered_moe(x, gate_up, down, weights)
+    d = x.shape[1]
+    f = downs[0].shape[1] if downs else 0
+    fits = all(g.shape == (2 * f, d) for g in gate_ups) and all(m.shape == (d, f) for m in downs)
+    if not downs or len(gate_ups) != len(downs) or not fits or x.shape[0] != 1 or weights.shape != (len(downs),):
+        shapes = [tuple(t.shape) for t in (x, *gate_ups[:1], *downs[:1], weights)]
+        raise ValueError(f"token_moe: x, {len(gate_ups)} gate_ups, {len(downs)} downs, weights of shapes {shapes} do not belong together")
+    return reference.token_moe(x, gate_ups, downs, weights)
 
 
 def paged_moe(

@@ -9,6 +9,8 @@ and a token's result is the sum of weight * y over its k experts. Everything is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -22,24 +24,29 @@ def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tenso
     return out
 
 
-def gathered_moe(x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
-    """One token over its gathered experts.
+def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """One token over its experts, each where it lies.
 
     Args:
         x: [1, d].
-        gate_up: [2, k, f, d], gates of the k experts, then their ups.
-        down: [k, d, f].
+        gate_ups: k matrices [2f, d], an expert's gate rows, then its up rows.
+        downs: k matrices [d, f].
         weights: [k].
 
     Returns:
         [1, d]; contributions are summed in the order of the k experts.
     """
-    _, k, f, d = gate_up.shape
-    projected = torch.mv(gate_up.view(2 * k * f, d), x.view(d)).view(2, k, f)
-    hidden = torch.nn.functional.silu(projected[0])
-    hidden *= projected[1]
+    row, k, f = x.view(-1), len(downs), downs[0].shape[1]
+    projected = torch.empty(k, 2 * f)
+    for out, matrix in zip(projected.unbind(0), gate_ups, strict=True):
+        torch.mv(matrix, row, out=out)
+    hidden = torch.nn.functional.silu(projected[:, :f])
+    hidden *= projected[:, f:]
     hidden *= weights.unsqueeze(1)
-    return torch.bmm(down, hidden.unsqueeze(2)).view(k, d).sum(0, keepdim=True)
+    parts = torch.empty(k, row.shape[0])
+    for out, matrix, column in zip(parts.unbind(0), downs, hidden.unbind(0), strict=True):
+        torch.mv(matrix, column, out=out)
+    return parts.sum(0, keepdim=True)
 
 
 def paged_moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, pool: Tensor, entries: Tensor, f: int, out: Tensor) -> Tensor:

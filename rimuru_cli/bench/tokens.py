@@ -204,6 +204,8 @@ def run_tokens_bench(
     finally:
         synthetic.host.shared = False
         synthetic.host.close()
+    if rows and all("error" in row for row in rows):
+        raise DoesNotFitError(rows[0]["error"], hint="Give a larger --vram.")
     return {"bench": "tokens", "shape": shape, "rows": rows}
 
 

@@ -6,4 +6,4 @@ import os
 
 # Before torch is imported: its OpenMP threads would otherwise spin for milliseconds at the end of every small operation, and on a machine
 # where anything else runs (a browser is enough) that makes a token up to fifty times slower. Spinning briefly costs an idle machine little.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")

@@ -152,21 +152,21 @@ def expert_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int
     return floor if offload_limit is None else max(floor, num_experts - offload_limit)
 
 
-def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineConfig, program: int) -> MemoryPlan:
+def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> MemoryPlan:
     """Divide the ceiling among program, dense weights, workspace and pool.
 
     Raises:
         DoesNotFitError: the ceiling (or the machine) is too small; says the minimum.
     """
     f, d = model.expert_intermediate, model.hidden_size
-    tiles = expert_tiling(f, d, expert_dtype.itemsize, config.max_page_bytes)
-    page_bytes = f * d * expert_dtype.itemsize // tiles
+    tiles = expert_tiling(f, d, 4, config.max_page_bytes)
+    page_bytes = f * d * 4 // tiles
     kv_token_bytes = 2 * model.num_kv_heads * model.head_dim * 4
     block_tokens = choose_block_tokens(kv_token_bytes, page_bytes, requested=config.block_tokens)
     geometry = PoolGeometry.build(
         f=f,
         d=d,
-        weight_itemsize=expert_dtype.itemsize,
+        weight_itemsize=4,
         kv_heads=model.num_kv_heads,
         head_dim=model.head_dim,
         kv_itemsize=4,
@@ -199,7 +199,7 @@ def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineCon
 
     def needed(pool: int) -> int:
         """The whole process with a pool of so many bytes; a longer context also takes more workspace."""
-        return program + dense + _workspace_bytes(model, expert_dtype, config, context_of(pool)) + pool
+        return program + dense + _workspace_bytes(model, config, context_of(pool)) + pool
 
     least = pool_bytes(floor * layers, min(wanted_context, _LEAST_CONTEXT))
     minimum = needed(least)
@@ -245,7 +245,7 @@ def plan_memory(model: ModelConfig, expert_dtype: torch.dtype, config: EngineCon
     )
 
 
-def _workspace_bytes(model: ModelConfig, expert_dtype: torch.dtype, config: EngineConfig, context: int) -> int:
+def _workspace_bytes(model: ModelConfig, config: EngineConfig, context: int) -> int:
     """Largest temporary tensors of a step: activations, attention scores, gathered keys and values, logits, expert workspace."""
     tokens = min(config.max_batch_tokens, context)
     heads = model.num_heads * model.head_dim
@@ -254,7 +254,7 @@ def _workspace_bytes(model: ModelConfig, expert_dtype: torch.dtype, config: Engi
     scores = 3 * 4 * min(max(MAX_SCORES, model.num_heads * context), tokens * model.num_heads * context)
     gathered = 2 * 4 * context * model.num_kv_heads * model.head_dim
     logits = 4 * 4 * min(config.max_sequences, tokens) * model.vocab_size
-    experts = PooledExperts.workspace_bytes(model.top_k, model.expert_intermediate, model.hidden_size, expert_dtype.itemsize, tokens)
+    experts = PooledExperts.workspace_bytes(model.top_k, model.expert_intermediate, model.hidden_size, tokens)
     return activations + scores + gathered + logits + experts
 
 

@@ -74,12 +74,12 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
             if config.device != "auto" or config.memory_bytes is not None:
                 raise
             why_cpu = f"the GPU is not used: {error.what}"
-    plan = plan_memory(model_config, reader.expert_dtype, config, program)
+    plan = plan_memory(model_config, config, program)
     host = HostStore(reader)
     model = load_model(reader, torch.float32, lambda done, total: report("dense weights", done, total))
     pool = PagePool(plan.geometry, plan.pool, poison=config.poison)
     f, d = model_config.expert_intermediate, model_config.hidden_size
-    expert_view = ExpertView(pool, f, d, reader.expert_dtype)
+    expert_view = ExpertView(pool, f, d, torch.float32)
     kv_view = KVView(pool, model_config.num_kv_heads, model_config.head_dim, plan.block_tokens, torch.float32)
     pages_per_expert = plan.geometry.pages_per_expert
     loader = Loader()

@@ -125,26 +125,26 @@ def test_a_ceiling_below_the_floor_says_the_minimum(qwen3: Path) -> None:
 
 def test_the_minimum_that_is_named_works_and_one_page_less_does_not(qwen3: Path) -> None:
     with CheckpointReader(qwen3) as reader:
-        plan = plan_memory(reader.config, reader.expert_dtype, EngineConfig(), program=0)
-        assert plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=plan.minimum), program=0).pool == plan.least_pool
+        plan = plan_memory(reader.config, EngineConfig(), program=0)
+        assert plan_memory(reader.config, EngineConfig(memory_bytes=plan.minimum), program=0).pool == plan.least_pool
         with pytest.raises(DoesNotFitError):
-            plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=plan.minimum - 1), program=0)
+            plan_memory(reader.config, EngineConfig(memory_bytes=plan.minimum - 1), program=0)
 
 
 @pytest.mark.parametrize("extra_mib", [0, 1, 7])
 def test_nothing_is_planned_beyond_the_ceiling(qwen3: Path, extra_mib: int) -> None:
     ceiling = plan_for(qwen3).minimum + (extra_mib << 20)
     with CheckpointReader(qwen3) as reader:
-        plan = plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=ceiling), program=0)
+        plan = plan_memory(reader.config, EngineConfig(memory_bytes=ceiling), program=0)
     assert plan.program + plan.dense + plan.workspace + plan.pool <= ceiling
 
 
 def test_the_workspace_is_planned_for_the_context_that_is_promised(tmp_path: Path) -> None:
     folder = write_tiny_checkpoint(tmp_path / "long", "olmoe", max_position_embeddings=200_000)
     with CheckpointReader(folder) as reader:
-        small = plan_memory(reader.config, reader.expert_dtype, EngineConfig(), program=0)
+        small = plan_memory(reader.config, EngineConfig(), program=0)
         ceiling = small.ceiling + (500 << 20)
-        large = plan_memory(reader.config, reader.expert_dtype, EngineConfig(memory_bytes=ceiling), program=0)
+        large = plan_memory(reader.config, EngineConfig(memory_bytes=ceiling), program=0)
         gathered = 2 * 4 * reader.config.num_kv_heads * reader.config.head_dim
     assert large.context > 2 * small.context > 8192
     assert large.workspace - small.workspace >= gathered * (large.context - small.context)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rimuru_kernels.fused_moe import expert_ffn, gathered_moe
+from rimuru_kernels.fused_moe import expert_ffn, token_moe
 
 
 def _expected(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -22,10 +22,11 @@ def test_one_expert(rows: int, f: int, d: int) -> None:
 
 
 @pytest.mark.parametrize(("k", "f", "d"), [(1, 48, 64), (3, 48, 64), (20, 7, 129), (2, 1, 1)], ids=lambda v: str(v))
-def test_gathered_experts_of_one_token(k: int, f: int, d: int) -> None:
-    x, gate_up, down, weights = torch.randn(1, d), torch.randn(2, k, f, d), torch.randn(k, d, f), torch.rand(k)
-    expected = sum(weights[i] * _expected(x, gate_up[0, i], gate_up[1, i], down[i]) for i in range(k))
-    torch.testing.assert_close(gathered_moe(x, gate_up, down, weights).double(), expected, rtol=1e-4, atol=1e-3)
+def test_the_experts_of_one_token(k: int, f: int, d: int) -> None:
+    x, weights = torch.randn(1, d), torch.rand(k)
+    gate_ups, downs = [torch.randn(2 * f, d) for _ in range(k)], [torch.randn(d, f) for _ in range(k)]
+    expected = sum(weights[i] * _expected(x, gate_ups[i][:f], gate_ups[i][f:], downs[i]) for i in range(k))
+    torch.testing.assert_close(token_moe(x, gate_ups, downs, weights).double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_no_rows() -> None:
@@ -35,5 +36,7 @@ def test_no_rows() -> None:
 def test_shapes_that_do_not_belong_together() -> None:
     with pytest.raises(ValueError, match="expert_ffn"):
         expert_ffn(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(2))
-    with pytest.raises(ValueError, match="gathered_moe"):
-        gathered_moe(torch.zeros(2, 4), torch.zeros(2, 1, 3, 4), torch.zeros(1, 4, 3), torch.zeros(1))
+    with pytest.raises(ValueError, match="token_moe"):
+        token_moe(torch.zeros(2, 4), [torch.zeros(6, 4)], [torch.zeros(4, 3)], torch.zeros(1))
+    with pytest.raises(ValueError, match="token_moe"):
+        token_moe(torch.zeros(1, 4), [torch.zeros(6, 4)], [], torch.zeros(1))

@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 def plan_for(folder: Path, config: EngineConfig | None = None) -> MemoryPlan:
     """The memory plan of a checkpoint with a pool that holds everything."""
     with CheckpointReader(folder) as reader:
-        return plan_memory(reader.config, reader.expert_dtype, config or EngineConfig(), program=0)
+        return plan_memory(reader.config, config or EngineConfig(), program=0)
 
 
 def load_engine(folder: Path, share: float = 1.0, config: EngineConfig | None = None) -> Engine:

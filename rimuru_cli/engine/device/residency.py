@@ -59,7 +59,6 @@ class DeviceResidency(Residency):
         pages_per_expert: int,
     ) -> None:
         super().__init__(pool, view, host, ranking, loader, floor=floor, pages_per_expert=pages_per_expert)
-        self.rows = None
         self.tables = tables
         self.stale = False
         self._changed: set[tuple[int, int]] = set()

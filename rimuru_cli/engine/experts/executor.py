@@ -1,9 +1,9 @@
 """Running MoE layers over experts in the pool, in loading buffers and in the host tier.
 
-One token (decode) gathers its experts' pages into a contiguous workspace and is done in two products; absent experts are read in place
-from the host tier and may then take the pages of residents that they outrank. More tokens go expert by expert; the absent ones are
-read in place as well (on demand), or come through the loading buffers while other experts are computed (streamed). Which of the two
-is chosen per step from measured costs.
+Pages hold weights in float32, the dtype of the arithmetic, so a resident expert is used where it lies. One token (decode) is two
+matrix-vector products per expert; absent experts are converted from the host tier into a workspace and may then take the pages of residents
+that they outrank. More tokens go expert by expert; the absent ones are read in place as well (on demand), or come through the loading
+buffers while other experts are computed (streamed). Which of the two is chosen per step from measured costs.
 
 Results do not depend on where an expert lies: every contribution is computed by the same operation on the same values and kept
 per (token, slot), and a token's slots are summed in ascending expert order.
@@ -25,7 +25,7 @@ from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.residency import ExpertTiles, Residency
 from rimuru_cli.engine.experts.streaming import ExpertStream, LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
-from rimuru_kernels.fused_moe import expert_ffn, gathered_moe
+from rimuru_kernels.fused_moe import expert_ffn, token_moe
 
 MoeMode = Literal["auto", "streamed", "on_demand"]
 # Told the MoE layer, topk_ids [T, k] and topk_weights [T, k] of every layer that is run.
@@ -97,10 +97,8 @@ class PooledExperts:
         self._mode = mode
         f, d = expert_shape
         self._f, self._d = f, d
-        # Workspace: the gathered projections of one token's experts as stored, and the same in float32.
-        self._float32 = torch.empty(3 * top_k, f * d)
-        self._stored = self._float32 if host.dtype == torch.float32 else torch.empty(3 * top_k, f * d, dtype=host.dtype)
-        self._slots = [self._stored[i] for i in range(3 * top_k)]
+        # Workspace for the experts of one token that cannot be used where they lie: one slot for each of the k.
+        self._slots = [(torch.empty(2 * f, d), torch.empty(d, f)) for _ in range(top_k)]
         self._single = (torch.empty(f, d), torch.empty(f, d), torch.empty(d, f))
         self._stream: ExpertStream | None = None
         self._step_tokens = 0
@@ -111,11 +109,10 @@ class PooledExperts:
         self.recorder: Recorder | None = None
 
     @staticmethod
-    def workspace_bytes(top_k: int, f: int, d: int, itemsize: int, max_tokens: int) -> int:
+    def workspace_bytes(top_k: int, f: int, d: int, max_tokens: int) -> int:
         """Bytes of this class's buffers and of the largest temporary tensors of a layer of `max_tokens` tokens."""
-        gathered = 3 * top_k * f * d * (4 if itemsize == 4 else 4 + itemsize)
         per_token = 4 * (top_k * d * 2 + 4 * f + 2 * d)
-        return gathered + 3 * f * d * 4 + max_tokens * per_token
+        return (top_k + 1) * 3 * f * d * 4 + max_tokens * per_token
 
     def begin_step(self, num_tokens: int) -> None:
         """Prepare for a forward pass over `num_tokens` rows; residency stays as it is until `end_step`, except for one-row swaps."""
@@ -155,44 +152,31 @@ class PooledExperts:
         return self._costs.prefers_streaming(num_tokens, self._top_k, self._host.num_experts, absent)
 
     def _one_token(self, index: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        residency, k = self._residency, self._top_k
+        residency = self._residency
         ids: list[int] = topk_ids[0].tolist()
         self._ranking.add_token(index, ids, topk_weights[0].tolist())
-        visible = residency.resident[index]
-        missed = [(slot, e) for slot, e in enumerate(ids) if not visible[e]]
-        if residency.rows is not None:
-            # All pages of the k experts in one gather; absent experts fetch row 0 and are overwritten below.
-            rows = residency.rows[index].index_select(0, topk_ids[0]).t().reshape(-1)
-            torch.index_select(residency.view.rows, 0, rows, out=self._stored)
-        else:
-            for slot, e in enumerate(ids):
-                tiles = residency.tiles(index, e)
-                if tiles is not None:
-                    self._gather_tiles(slot, tiles)
+        ready, missed = residency.matrices[index], []
+        gate_ups, downs = [], []
+        for slot, expert in enumerate(ids):
+            matrices = ready[expert]
+            if matrices is None:
+                matrices = self._slots[slot]
+                tiles = residency.tiles(index, expert)
+                if tiles is None:
+                    missed.append(expert)
+                    stored = self._host.expert(index, expert)
+                    tiles = [stored.gate], [stored.up], [stored.down]
+                _fill_rows(matrices[0], tiles[0] + tiles[1])
+                _fill_rows(matrices[1], tiles[2])
+            gate_ups.append(matrices[0])
+            downs.append(matrices[1])
+        out = token_moe(x, gate_ups, downs, topk_weights[0])
+        hits = len(ids) - len(missed)
+        self.hits += hits
+        self.row_hits[0] += hits
         if missed:
-            into, source = [], []
-            for slot, e in missed:
-                expert = self._host.expert(index, e)
-                into += [self._slots[slot], self._slots[k + slot], self._slots[2 * k + slot]]
-                source += [expert.gate.view(-1), expert.up.view(-1), expert.down.view(-1)]
-            torch._foreach_copy_(into, source)
-        if self._stored is not self._float32:
-            self._float32.copy_(self._stored)
-        gate_up = self._float32[: 2 * k].view(2, k, self._f, self._d)
-        out = gathered_moe(x, gate_up, self._float32[2 * k :].view(k, self._d, self._f), topk_weights[0])
-        self.hits += k - len(missed)
-        self.row_hits[0] += k - len(missed)
-        if missed:
-            residency.offer(index, [e for _, e in missed], SWAP_MARGIN)
+            residency.offer(index, missed, SWAP_MARGIN)
         return out
-
-    def _gather_tiles(self, slot: int, tiles: ExpertTiles) -> None:
-        for part, rows in enumerate(tiles):
-            target = self._slots[part * self._top_k + slot]
-            start = 0
-            for tile in rows:
-                target[start : start + tile.numel()] = tile.reshape(-1)
-                start += tile.numel()
 
     def _many_tokens(self, index: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         num_tokens, k = topk_ids.shape
@@ -244,9 +228,14 @@ class PooledExperts:
             if len(parts) == 1 and parts[0].dtype == torch.float32:
                 out.append(parts[0])
                 continue
-            start = 0
-            for part in parts:
-                target[start : start + len(part)] = part
-                start += len(part)
+            _fill_rows(target, parts)
             out.append(target)
         return out[0], out[1], out[2]
+
+
+def _fill_rows(target: Tensor, parts: list[Tensor]) -> None:
+    """Copy row tiles, one below the other, into a matrix."""
+    start = 0
+    for part in parts:
+        target[start : start + len(part)] = part
+        start += len(part)

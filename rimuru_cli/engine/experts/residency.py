@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from functools import partial
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -61,8 +60,8 @@ class Residency:
         self.counts = [0] * host.num_layers
         self._tiles: dict[tuple[int, int], ExpertTiles] = {}
         self._loading: dict[tuple[int, int], tuple[list[int], Future[None]]] = {}
-        # Row numbers of the three pages in the pool seen as a matrix of pages, for gathering; absent experts point at row 0.
-        self.rows = torch.zeros((*shape, 3), dtype=torch.int64) if view.uniform else None
+        # Gate over up, and down, of every visible expert whose pages follow one another; None for others.
+        self.matrices: list[list[tuple[Tensor, Tensor] | None]] = [[None] * host.num_experts for _ in range(host.num_layers)]
         self.swaps = 0
 
     @property
@@ -197,15 +196,13 @@ class Residency:
         self.entries[layer, expert] = pages
         self.resident[layer, expert] = True
         self._tiles[layer, expert] = self.view.expert(pages)
-        if self.rows is not None:
-            self.rows[layer, expert] = torch.tensor([self.view.row_of(p) for p in pages])
+        self.matrices[layer][expert] = self.view.matrices(pages)
 
     def _hide(self, layer: int, expert: int) -> None:
         self.entries[layer, expert] = -1
         self.resident[layer, expert] = False
         del self._tiles[layer, expert]
-        if self.rows is not None:
-            self.rows[layer, expert] = 0
+        self.matrices[layer][expert] = None
 
     def _retire(self, layer: int, expert: int) -> None:
         pages = [int(p) for p in self.entries[layer, expert]]

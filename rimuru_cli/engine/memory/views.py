@@ -23,6 +23,8 @@ from rimuru_cli.engine.memory.page_pool import PagePool
 GATE, UP, DOWN = 0, 1, 2
 """Order of the projections in an expert's entries."""
 
+_GRAIN = 32_000  # elements; torch gives a copy to several threads from 32768 on
+
 
 class _View:
     """Pages of one kind and dtype. Offsets are in elements of that dtype."""
@@ -103,26 +105,26 @@ class ExpertView(_View):
             )
         for tiles, source in zip(self.expert(entries), (gate, up, down), strict=True):
             for tile, rows in zip(tiles, source.chunk(self.tiles), strict=True):
-                tile.copy_(rows)
+                _copy_in_pieces(tile, rows)
 
-    @property
-    def uniform(self) -> bool:
-        """Whether the whole pool may be read as `rows`, one whole projection a row."""
-        return self.tiles == 1 and self.pool.geometry.layout(PageKind.EXPERT).tail_bytes == 0
+    def matrices(self, entries: Sequence[int]) -> tuple[Tensor, Tensor] | None:
+        """One expert as gate over up [2f, d] and down [d, f], or None where its gate and up pages do not follow each other exactly."""
+        size = self.f * self.d
+        if self.tiles > 1 or (entries[1] - entries[0]) * self._per_entry != size:
+            return None
+        return self._at(entries[GATE], (2 * self.f, self.d), (self.d, 1)), self.tiles_of(DOWN, entries[DOWN])
 
-    @cached_property
-    def rows(self) -> Tensor:
-        """The pool as [num_pages, f·d], a view; row `row_of(entry)` is the page at that entry. For gathers by index_select.
 
-        Rows that hold no expert now are other kinds' bytes. Only where `uniform`.
-        """
-        assert self.uniform, "expert pages do not lie at equal distances over the pool, or hold only part of a projection"
-        num_pages = self.pool.allocator.num_huge_pages * self.pool.geometry.pages_per_huge(PageKind.EXPERT)
-        return self._at(0, (num_pages, self.f * self.d), (self._stride, 1))
+def _copy_in_pieces(target: Tensor, source: Tensor) -> None:
+    """target.copy_(source) without torch's thread pool, for threads beside the one that computes.
 
-    def row_of(self, entry: int) -> int:
-        """Row of `rows` that is the page at this entry."""
-        return entry * self._per_entry // self._stride
+    A second thread that enters an OpenMP region gets a pool of its own, and with more pool threads than cores libgomp stops spinning in all
+    of them: every small operation of the main thread would then cost a sleep and a wake, several times what it computes. Copies
+    below torch's grain size stay in their thread.
+    """
+    into, values = target.reshape(-1), source.reshape(-1)
+    for start in range(0, len(into), _GRAIN):
+        into[start : start + _GRAIN].copy_(values[start : start + _GRAIN])
 
 
 class KVView(_View):

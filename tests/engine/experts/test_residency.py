@@ -142,16 +142,21 @@ def test_a_missed_expert_takes_the_pages_of_one_it_clearly_outranks(reader: Chec
     room.residency.check_integrity()
 
 
-def test_gather_rows_follow_every_move(reader: CheckpointReader) -> None:
+def test_matrices_follow_every_move(reader: CheckpointReader) -> None:
     room = _room(reader, 3, floor=0)
-    assert room.residency.rows is not None
     for layer, expert in ((0, 3), (1, 5)):
         room.residency.fill(layer, expert)
-        rows = room.view.rows[room.residency.rows[layer, expert]]
+        matrices = room.residency.matrices[layer][expert]
         whole = room.host.expert(layer, expert)
-        assert torch.equal(rows[0].view(F, D), whole.gate) and torch.equal(rows[2].view(D, F), whole.down)
+        assert matrices is not None and torch.equal(matrices[0], torch.cat((whole.gate, whole.up))) and torch.equal(matrices[1], whole.down)
     room.residency.shrink(1)
-    assert (room.residency.rows == 0).all(dim=-1).sum() == LAYERS * EXPERTS - 1
+    assert sum(m is not None for row in room.residency.matrices for m in row) == 1
+
+
+def test_tiled_experts_have_no_matrices(reader: CheckpointReader) -> None:
+    room = _room(reader, 3, tiles=2)
+    room.residency.fill(0, 0)
+    assert room.residency.matrices[0][0] is None and _holds(room, 0, 0)
 
 
 def test_closing_gives_every_page_back(reader: CheckpointReader) -> None:

@@ -50,41 +50,39 @@ def test_expert_round_trip() -> None:
     assert bool(pool.bytes_of(scattered[4], F * D * 4).eq(0xFF).all()), "the page between was not touched"
 
 
-def test_expert_rows_gather() -> None:
+def test_matrices_of_pages_that_follow_each_other() -> None:
     pool = make_pool()
     view = ExpertView(pool, F, D, torch.float32)
-    assert view.uniform
     pages = pool.allocate(PageKind.EXPERT, 6)
-    view.write(pages[:3], *random_expert(0))
-    view.write(pages[3:], *random_expert(1))
-    rows = view.rows.index_select(0, torch.tensor([view.row_of(page) for page in (pages[4], pages[0])]))
-    assert tuple(view.rows.shape) == (8, F * D)
-    assert torch.equal(rows[0].view(F, D), random_expert(1)[1]) and torch.equal(rows[1].view(F, D), random_expert(0)[0])
-    assert_lies_at(view.rows[view.row_of(pages[5])], pool, pages[5])
-
-
-def test_expert_rows_of_pages_rounded_up() -> None:
-    pool = PagePool(PoolGeometry.from_bytes(6 * 10 * 4, 256), 10 * 256)
-    view = ExpertView(pool, 6, 10, torch.float32)
-    pages = pool.allocate(PageKind.EXPERT, 10)
-    view.write(pages[7:], *random_expert(3, 6, 10))
-    assert tuple(view.rows.shape) == (10, 60)
-    assert torch.equal(view.rows[view.row_of(pages[9])].view(10, 6), random_expert(3, 6, 10)[2])
+    gate, up, down = random_expert(0)
+    view.write(pages[:3], gate, up, down)
+    matrices = view.matrices(pages[:3])
+    assert matrices is not None
+    assert torch.equal(matrices[0], torch.cat((gate, up))) and torch.equal(matrices[1], down)
+    assert view.matrices([pages[0], pages[4], pages[1]]) is None, "gate and up do not follow each other"
 
 
 def test_expert_tiles_round_trip() -> None:
     pool = make_pool(tiles=4)
     view = ExpertView(pool, F, D, torch.float32)
-    assert not view.uniform
-    with pytest.raises(AssertionError, match="part of a projection"):
-        view.rows  # noqa: B018
     entries = pool.allocate(PageKind.EXPERT, 13)[::-1][:12]
+    assert view.matrices(entries) is None
     gate, up, down = random_expert(5)
     view.write(entries, gate, up, down)
     gates, ups, downs = view.expert(entries)
     assert [tuple(tile.shape) for tile in (gates[0], ups[0], downs[0])] == [(F // 4, D), (F // 4, D), (D // 4, F)]
     assert torch.equal(torch.cat(gates), gate) and torch.equal(torch.cat(ups), up) and torch.equal(torch.cat(downs), down)
     assert torch.equal(view.tiles_of(DOWN, entries[9]), down[8:16])
+
+
+def test_large_experts_are_written_in_pieces_and_whole() -> None:
+    f, d = 130, 257  # more elements than one piece
+    pool = PagePool(PoolGeometry.from_bytes(f * d * 4, 768), 4 * 4 * f * d)
+    view = ExpertView(pool, f, d, torch.float32)
+    entries = pool.allocate(PageKind.EXPERT, 3)
+    parts = random_expert(1, f, d)
+    view.write(entries, *parts)
+    assert all(torch.equal(got, part) for (got,), part in zip(view.expert(entries), parts, strict=True))
 
 
 def test_expert_write_converts_and_checks() -> None:
