@@ -116,6 +116,25 @@ def _silence_stdout() -> None:
         os.close(descriptor)
 
 
+def _terminal_restorer() -> Callable[[], None]:
+    """A function that puts the terminal back as it is now: the line editor cannot, if it is torn in the middle of its own set-up."""
+    try:
+        import termios
+    except ImportError:  # Windows: the console belongs to the system, which resets it
+        return lambda: None
+    try:
+        fd = sys.stdin.fileno()
+        state = termios.tcgetattr(fd)
+    except (AttributeError, OSError, ValueError, termios.error):  # no stdin, or not a terminal
+        return lambda: None
+
+    def restore() -> None:
+        with contextlib.suppress(OSError, ValueError, termios.error):
+            termios.tcsetattr(fd, termios.TCSANOW, state)
+
+    return restore
+
+
 @contextlib.contextmanager
 def _leaving_cleanly_when_terminated() -> Iterator[None]:
     """Let SIGTERM unwind the stack, so that the terminal is restored and temporary files are removed."""
@@ -126,8 +145,10 @@ def _leaving_cleanly_when_terminated() -> Iterator[None]:
     def leave(signum: int, frame: object) -> None:
         sys.exit(128 + signum)
 
+    restore_terminal = _terminal_restorer()
     previous = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
+        restore_terminal()
         signal.signal(signal.SIGTERM, signal.SIG_DFL if previous is None else previous)
