@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from rimuru_kernels.fused_moe import reference
+from rimuru_kernels.fused_moe.reference import TokenWorkspace
 from rimuru_kernels.fused_moe.workspace import MoeWorkspace, workspace_bytes
 
-__all__ = ["MoeWorkspace", "expert_ffn", "paged_moe", "token_moe", "workspace_bytes"]
+__all__ = ["MoeWorkspace", "TokenWorkspace", "expert_ffn", "paged_moe", "token_moe", "workspace_bytes"]
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,19 +29,24 @@ def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tenso
     return reference.expert_ffn(x, gate, up, down, weights)
 
 
-def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Tensor) -> Tensor:
+def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Tensor, space: TokenWorkspace) -> Tensor:
     """One token over its k experts: x [1, d], k matrices gate_up [2f, d] and down [d, f], weights [k] -> [1, d], all float32.
+
+    Args:
+        space: made once for k, f and d, used by one call at a time.
 
     Raises:
         ValueError: if the shapes do not belong together.
     """
     d = x.shape[1]
     f = downs[0].shape[1] if downs else 0
-    fits = all(g.shape == (2 * f, d) for g in gate_ups) and all(m.shape == (d, f) for m in downs)
-    if not downs or len(gate_ups) != len(downs) or not fits or x.shape[0] != 1 or weights.shape != (len(downs),):
+    # Torch itself refuses a later matrix that differs from the first.
+    fits = bool(gate_ups) and bool(downs) and gate_ups[0].shape == (2 * f, d) and downs[0].shape == (d, f)
+    sizes = space.parts.shape == (len(downs), d) and space.hidden.shape == (len(downs), f)
+    if len(gate_ups) != len(downs) or not fits or not sizes or x.shape[0] != 1 or weights.shape != (len(downs),):
         shapes = [tuple(t.shape) for t in (x, *gate_ups[:1], *downs[:1], weights)]
         raise ValueError(f"token_moe: x, {len(gate_ups)} gate_ups, {len(downs)} downs, weights of shapes {shapes} do not belong together")
-    return reference.token_moe(x, gate_ups, downs, weights)
+    return reference.token_moe(x, gate_ups, downs, weights, space)
 
 
 def paged_moe(

@@ -24,7 +24,22 @@ def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tenso
     return out
 
 
-def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Tensor) -> Tensor:
+class TokenWorkspace:
+    """Intermediate results of `token_moe`, and views of their rows: making those anew in every layer would cost as much as a product.
+
+    Args:
+        k: experts of a token; f: expert intermediate size; d: hidden size.
+    """
+
+    def __init__(self, k: int, f: int, d: int) -> None:
+        self.projected = torch.empty(k, 2 * f)
+        self.hidden = torch.empty(k, f)
+        self.parts = torch.empty(k, d)
+        self.gate, self.up = self.projected[:, :f], self.projected[:, f:]
+        self.projected_rows, self.hidden_rows, self.part_rows = (t.unbind(0) for t in (self.projected, self.hidden, self.parts))
+
+
+def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], weights: Tensor, space: TokenWorkspace) -> Tensor:
     """One token over its experts, each where it lies.
 
     Args:
@@ -32,21 +47,19 @@ def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], we
         gate_ups: k matrices [2f, d], an expert's gate rows, then its up rows.
         downs: k matrices [d, f].
         weights: [k].
+        space: for these sizes.
 
     Returns:
         [1, d]; contributions are summed in the order of the k experts.
     """
-    row, k, f = x.view(-1), len(downs), downs[0].shape[1]
-    projected = torch.empty(k, 2 * f)
-    for out, matrix in zip(projected.unbind(0), gate_ups, strict=True):
-        torch.mv(matrix, row, out=out)
-    hidden = torch.nn.functional.silu(projected[:, :f])
-    hidden *= projected[:, f:]
-    hidden *= weights.unsqueeze(1)
-    parts = torch.empty(k, row.shape[0])
-    for out, matrix, column in zip(parts.unbind(0), downs, hidden.unbind(0), strict=True):
-        torch.mv(matrix, column, out=out)
-    return parts.sum(0, keepdim=True)
+    row, mv = x.view(-1), torch.mv
+    for matrix, out in zip(gate_ups, space.projected_rows, strict=True):
+        mv(matrix, row, out=out)
+    torch.ops.aten.silu.out(space.gate, out=space.hidden)
+    space.hidden.mul_(space.up).mul_(weights.unsqueeze(1))
+    for matrix, column, out in zip(downs, space.hidden_rows, space.part_rows, strict=True):
+        mv(matrix, column, out=out)
+    return space.parts.sum(0, keepdim=True)
 
 
 def paged_moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, pool: Tensor, entries: Tensor, f: int, out: Tensor) -> Tensor:

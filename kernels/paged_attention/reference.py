@@ -63,7 +63,10 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, position: int, first: 
     length, groups, _ = keys.shape
     share = heads // groups
     # [G, R * H/G, D] x [G, D, n]: query heads that share a key head are rows of one product.
-    query = q.view(rows, groups, share, head_dim).permute(1, 0, 2, 3).reshape(groups, rows * share, head_dim)
+    if rows == 1:
+        query = q.view(groups, share, head_dim)
+    else:
+        query = q.view(rows, groups, share, head_dim).permute(1, 0, 2, 3).reshape(groups, rows * share, head_dim)
     scores = torch.bmm(query, keys.permute(1, 2, 0))
     scores *= scale
     sees_all = rows == 1 and position == first + length - 1 and sliding_window is None
@@ -76,6 +79,8 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, position: int, first: 
         scores.view(groups, rows, share, length).masked_fill_(hidden.view(1, rows, 1, length), float("-inf"))
     weights = torch.softmax(scores, dim=-1)
     out = torch.bmm(weights, values.permute(1, 0, 2))
+    if rows == 1:
+        return out.view(1, heads, head_dim)
     return out.view(groups, rows, share, head_dim).permute(1, 0, 2, 3).reshape(rows, heads, head_dim)
 
 

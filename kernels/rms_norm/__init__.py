@@ -48,7 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     if x.ndim != 2 or residual.shape != x.shape or residual.dtype is not x.dtype or not residual.is_contiguous():
         raise ValueError(f"add_rms_norm: x {x.dtype} {list(x.shape)} and residual {residual.dtype} {list(residual.shape)} must match")
-    if weight.shape != x.shape[1:] or weight.dtype is not x.dtype or len({t.device for t in (x, residual, weight)}) > 1:
+    if weight.shape != x.shape[1:] or weight.dtype is not x.dtype or residual.device != x.device or weight.device != x.device:
         raise ValueError(f"add_rms_norm: weight {weight.dtype} {list(weight.shape)} does not fit x {x.dtype} {list(x.shape)}")
     if x.is_cuda and x.numel() and x.dtype is not torch.float64:
         return residual, _launch(x, weight, eps, residual)

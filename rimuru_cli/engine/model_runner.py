@@ -61,11 +61,11 @@ class PagedKVCache:
             rows = slice(span.start, span.stop)
             pages = [block.pages[layer] for block in span.written]
             store_kv(k[rows], v[rows], [view.keys(p) for p in pages], [view.values(p) for p in pages], span.offset)
-            # Copied together in one gather each: a tensor for every page would cost more than the attention itself.
+            # Copied together in one gather: a tensor for every page would cost more than the attention itself.
             end = span.first + span.stop - span.start
             oldest = 0 if sliding_window is None else max(0, span.first - sliding_window + 1) // size
             used = slice(oldest * view.rows_per_half, -(-end // size) * view.rows_per_half)
-            keys, values = (view.gather(half[used]) for half in span.kv_rows[layer])
+            keys, values = view.gather(span.kv_rows[layer, :, used]).unbind(0)
             parts.append(paged_attention(q[rows], [keys], [values], end - oldest * size, scale=scale, sliding_window=sliding_window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -88,8 +88,9 @@ def test_the_rows_of_blocks_are_their_tokens_in_order(blocks: KVBlocks) -> None:
     rows = blocks.rows_of([own[1], own[0]])
     assert rows.shape == (LAYERS, 2, 2 * blocks.view.rows_per_half)
     for keys, values in rows:
-        assert blocks.view.gather(keys)[:, 1, 7].tolist()[4:] == [5.0, 6.0, 7.0, 8.0]
-        assert blocks.view.gather(values)[0].eq(-9.0).all()
+        gathered = blocks.view.gather(torch.stack((keys, values)))
+        assert gathered[0][:, 1, 7].tolist()[4:] == [5.0, 6.0, 7.0, 8.0]
+        assert gathered[1][0].eq(-9.0).all()
 
 
 def test_the_same_text_twice_is_kept_once_and_its_continuation_is_found(blocks: KVBlocks, pool: PagePool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rimuru_kernels.fused_moe import expert_ffn, token_moe
+from rimuru_kernels.fused_moe import TokenWorkspace, expert_ffn, token_moe
 
 
 def _expected(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
@@ -26,7 +26,7 @@ def test_the_experts_of_one_token(k: int, f: int, d: int) -> None:
     x, weights = torch.randn(1, d), torch.rand(k)
     gate_ups, downs = [torch.randn(2 * f, d) for _ in range(k)], [torch.randn(d, f) for _ in range(k)]
     expected = sum(weights[i] * _expected(x, gate_ups[i][:f], gate_ups[i][f:], downs[i]) for i in range(k))
-    torch.testing.assert_close(token_moe(x, gate_ups, downs, weights).double(), expected, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(token_moe(x, gate_ups, downs, weights, TokenWorkspace(k, f, d)).double(), expected, rtol=1e-4, atol=1e-3)
 
 
 def test_no_rows() -> None:
@@ -37,6 +37,8 @@ def test_shapes_that_do_not_belong_together() -> None:
     with pytest.raises(ValueError, match="expert_ffn"):
         expert_ffn(torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(2))
     with pytest.raises(ValueError, match="token_moe"):
-        token_moe(torch.zeros(2, 4), [torch.zeros(6, 4)], [torch.zeros(4, 3)], torch.zeros(1))
+        token_moe(torch.zeros(2, 4), [torch.zeros(6, 4)], [torch.zeros(4, 3)], torch.zeros(1), TokenWorkspace(1, 3, 4))
     with pytest.raises(ValueError, match="token_moe"):
-        token_moe(torch.zeros(1, 4), [torch.zeros(6, 4)], [], torch.zeros(1))
+        token_moe(torch.zeros(1, 4), [torch.zeros(6, 4)], [], torch.zeros(1), TokenWorkspace(1, 3, 4))
+    with pytest.raises(ValueError, match="token_moe"):
+        token_moe(torch.zeros(1, 4), [torch.zeros(6, 4)], [torch.zeros(4, 3)], torch.zeros(1), TokenWorkspace(2, 3, 4))

@@ -25,7 +25,7 @@ from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.residency import ExpertTiles, Residency
 from rimuru_cli.engine.experts.streaming import ExpertStream, LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
-from rimuru_kernels.fused_moe import expert_ffn, token_moe
+from rimuru_kernels.fused_moe import TokenWorkspace, expert_ffn, token_moe
 
 MoeMode = Literal["auto", "streamed", "on_demand"]
 # Told the MoE layer, topk_ids [T, k] and topk_weights [T, k] of every layer that is run.
@@ -99,6 +99,7 @@ class PooledExperts:
         self._f, self._d = f, d
         # Workspace for the experts of one token that cannot be used where they lie: one slot for each of the k.
         self._slots = [(torch.empty(2 * f, d), torch.empty(d, f)) for _ in range(top_k)]
+        self._token_space = TokenWorkspace(top_k, f, d)
         self._single = (torch.empty(f, d), torch.empty(f, d), torch.empty(d, f))
         self._stream: ExpertStream | None = None
         self._step_tokens = 0
@@ -170,7 +171,7 @@ class PooledExperts:
                 _fill_rows(matrices[1], tiles[2])
             gate_ups.append(matrices[0])
             downs.append(matrices[1])
-        out = token_moe(x, gate_ups, downs, topk_weights[0])
+        out = token_moe(x, gate_ups, downs, topk_weights[0], self._token_space)
         hits = len(ids) - len(missed)
         self.hits += hits
         self.row_hits[0] += hits

@@ -180,8 +180,8 @@ class KVView(_View):
         return self._half // self.rows.shape[1]
 
     def gather(self, rows: Tensor) -> Tensor:
-        """Copy keys or values of pages together: [tokens of these pages, Hkv, D], for rows from `rows_of` (one of its two halves)."""
-        return self.rows.index_select(0, rows).view(-1, *self._shape[1:])
+        """Copy keys and values of pages together: [2, tokens of these pages, Hkv, D], for the two halves of rows from `rows_of`."""
+        return self.rows.index_select(0, rows.reshape(-1)).view(2, -1, *self._shape[1:])
 
 
 class SSMView(_View):

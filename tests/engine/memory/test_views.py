@@ -194,8 +194,9 @@ def test_keys_and_values_of_scattered_pages_are_gathered(
         view.values(page).copy_(torch.randn(block, heads, head_dim))
     assert view.rows_per_half == rows_per_half
     keys, values = view.rows_of(pages)
-    assert torch.equal(view.gather(keys), torch.cat([view.keys(page) for page in pages]))
-    assert torch.equal(view.gather(values), torch.cat([view.values(page) for page in pages]))
+    gathered = view.gather(torch.stack((keys, values)))
+    assert torch.equal(gathered[0], torch.cat([view.keys(page) for page in pages]))
+    assert torch.equal(gathered[1], torch.cat([view.values(page) for page in pages]))
 
 
 def test_kinds_side_by_side_keep_to_their_bytes() -> None:
