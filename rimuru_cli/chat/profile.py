@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from rimuru_cli.chat.session import Speech
     from rimuru_cli.engine.experts.profiling import HotsetReport
 
-# Columns of the table in reading order, if the report has them: from the simplest policy to the ceiling.
-_POLICIES = ("uniform", "lru", "profile", "live", "ceiling")
+# Columns of the table in reading order, if the report has them: from the simplest policy to the best that is possible.
+_POLICIES = ("uniform", "lru", "profile", "live", "oracle")
 _PIECE_CHARACTERS = 2000
 
 

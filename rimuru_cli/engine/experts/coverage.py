@@ -6,7 +6,7 @@ All caches hold whole experts of any layer, `capacity` of them in all, and are a
     lru       least recently used leaves
     profile   the hottest experts of the profile, fixed
     live      the highest decayed scores, seeded by the profile, updated after each token
-    ceiling   every token's experts known beforehand: min(capacity, selections) / selections
+    oracle    every token's experts known beforehand: min(capacity, selections) / selections
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def coverage(trace: RoutingTrace, probabilities: NDArray[np.float64], share: flo
         "lru": _lru_hits(used, capacity) / selections,
         "profile": _fixed_hits(used, probabilities, capacity) / selections,
         "live": _live_hits(trace, used, probabilities, capacity, decay) / selections,
-        "ceiling": min(1.0, capacity / max(1, per_token)),
+        "oracle": min(1.0, capacity / max(1, per_token)),
     }
 
 

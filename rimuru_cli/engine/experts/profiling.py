@@ -26,7 +26,7 @@ class HotsetReport:
     """What was recorded, where the profile lies, and what it is worth.
 
     Attributes:
-        coverage: one row per share of experts held, measured on the held-out part: share, uniform, lru, profile, live, ceiling.
+        coverage: one row per share of experts held, measured on the held-out part: share, uniform, lru, profile, live, oracle.
     """
 
     profile_path: Path

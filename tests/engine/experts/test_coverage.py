@@ -23,7 +23,7 @@ def test_lru_thrashes_on_a_sweep_and_the_live_ranking_does_not() -> None:
     trace = _trace([[[0, 1, 2, 3], [0, 1, 2, 3]] for _ in range(50)], 8)
     result = coverage(trace, trace.probabilities(), 0.25)
     assert result["lru"] == 0.0
-    assert result["live"] == result["profile"] == result["ceiling"] == 0.5
+    assert result["live"] == result["profile"] == result["oracle"] == 0.5
     assert result["uniform"] == 0.25
 
 

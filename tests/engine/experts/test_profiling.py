@@ -46,7 +46,7 @@ def test_a_profile_is_written_tested_and_seeds_the_next_engine(folder: Path, tmp
     assert [row["share"] for row in rows] == [0.1, 0.25, 0.4, 0.5]
     for row in rows:
         assert row["uniform"] == pytest.approx(row["share"], abs=0.02)
-        assert max(row["profile"], row["live"], row["lru"]) <= row["ceiling"] + 1e-9
+        assert max(row["profile"], row["live"], row["lru"]) <= row["oracle"] + 1e-9
     assert report.profile_tokens > 0 < report.held_out_tokens
     json.dumps(report.to_dict())
     loaded = load_profile(file, identity=identity, num_layers=4, num_experts=8)
