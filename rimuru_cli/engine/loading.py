@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from rimuru_cli.engine.config import EngineConfig, Progress, plan_memory, program_bytes
+from rimuru_cli.engine.describe import engine_info
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.engine.experts.executor import PooledExperts, TransferCosts
 from rimuru_cli.engine.experts.host_store import HostStore
@@ -17,21 +18,16 @@ from rimuru_cli.engine.experts.residency import Residency
 from rimuru_cli.engine.experts.streaming import LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
-from rimuru_cli.engine.limits import context_notices, context_reason
-from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ExpertView, KVView
 from rimuru_cli.engine.model_runner import ModelRunner
 from rimuru_cli.engine.parts import Parts
-from rimuru_cli.engine.stats import EngineInfo
 from rimuru_cli.engine.tokenizer import config_eos_ids
 from rimuru_kernels.backend import select_backend
 from rimuru_models import load_model
 from rimuru_models.errors import DoesNotFitError
 from rimuru_models.index import model_identity
 from rimuru_models.weights import CheckpointReader
-
-_DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 
 
 def load_parts(model_dir: Path, config: EngineConfig, progress: Progress | None) -> Parts:
@@ -85,7 +81,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     loader = Loader()
     buffers = LoadingBuffers(pool, expert_view, capacity=plan.buffer_experts, pages_per_expert=pages_per_expert)
     residency = Residency(pool, expert_view, host, ranking, loader, floor=plan.floor, pages_per_expert=pages_per_expert)
-    costs = _fill(residency, host, ranking, pool, report)
+    costs = _fill(residency, host, report)
     experts = PooledExperts(
         host=host,
         residency=residency,
@@ -100,29 +96,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     )
     host.bytes_read = 0
     blocks = KVBlocks(pool, kv_view, model_config.num_layers)
-    info = EngineInfo(
-        model=model_dir.resolve().name,
-        architecture=model_config.architecture,
-        num_layers=model_config.num_layers,
-        num_moe_layers=host.num_layers,
-        num_experts=host.num_experts,
-        top_k=model_config.top_k,
-        context_limit=plan.context,
-        model_context=model_config.max_positions,
-        context_reason=context_reason(plan.context, config, model_config.max_positions),
-        device="cpu",
-        backend_reason=why_cpu,
-        weight_dtype=_DTYPE_NAMES[reader.expert_dtype],
-        memory_bytes=plan.ceiling,
-        pool_bytes=plan.pool,
-        dense_bytes=plan.dense,
-        workspace_bytes=plan.workspace,
-        page_bytes=plan.geometry.expert_page_bytes,
-        expert_bytes=host.expert_bytes,
-        block_tokens=plan.block_tokens,
-        notices=context_notices(plan.context, config, model_config.max_positions),
-        profile=str(config.profile) if config.profile is not None else None,
-    )
+    info = engine_info(model_dir.resolve().name, model_config, reader.expert_dtype, plan, config, device="cpu", reason=why_cpu)
     runner = ModelRunner(model, experts, kv_view)
     return Parts(
         info=info,
@@ -141,15 +115,9 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     )
 
 
-def _fill(residency: Residency, host: HostStore, ranking: ExpertRanking, pool: PagePool, report: Progress) -> TransferCosts:
-    """Load the floor of every layer, then the best-ranked experts while free blocks to spare remain; measure the host tier on the way."""
-    wanted = [(layer, expert) for layer in range(host.num_layers) for expert in ranking.order(layer)[: residency.floor]]
-    spare = AdjusterConstants().high_free + residency.pages_per_expert
-    room = (
-        max(0, pool.allocator.available(PageKind.EXPERT) - len(wanted) * residency.pages_per_expert - spare) // residency.pages_per_expert
-    )
-    chosen = set(wanted)
-    wanted += [pair for pair in residency.ranked_absent() if pair not in chosen][:room]
+def _fill(residency: Residency, host: HostStore, report: Progress) -> TransferCosts:
+    """Load the experts to begin with, and measure the host tier on the way."""
+    wanted = residency.first_choice(spare_pages=AdjusterConstants().high_free + residency.pages_per_expert)
     total = len(wanted) * host.expert_bytes
     first_reads = []
     for index, (layer, expert) in enumerate(wanted):

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from rimuru_cli.engine.config import EngineConfig, Progress
+from rimuru_cli.engine.describe import engine_info
 from rimuru_cli.engine.device.experts import DeviceExperts, NoBuffers
 from rimuru_cli.engine.device.kv_cache import DeviceKVCache
 from rimuru_cli.engine.device.pinned_host import ExpertSource, PinnedHost
@@ -19,12 +20,9 @@ from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
-from rimuru_cli.engine.limits import context_notices, context_reason
-from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ExpertView, KVView
 from rimuru_cli.engine.parts import Parts
-from rimuru_cli.engine.stats import EngineInfo
 from rimuru_cli.engine.tokenizer import config_eos_ids
 from rimuru_kernels.paged_attention.layout import KVLayout
 from rimuru_models import load_model
@@ -99,7 +97,7 @@ def build_device_parts(
     loader = Loader()
     tables = DeviceTables(host, ranking, pages, device)
     residency = DeviceResidency(pool, view, host, ranking, loader, tables, floor=plan.floor, pages_per_expert=pages)
-    _fill(residency, pool, ranking, host, report)
+    _fill(residency, host, report)
     blocks = KVBlocks(pool, kv_view, shape.num_layers)
     layout = KVLayout(plan.block_tokens, shape.num_kv_heads, shape.head_dim)
     cache = DeviceKVCache(
@@ -116,29 +114,8 @@ def build_device_parts(
         dtype=dtype,
     )
     runner = DeviceRunner(model, cache, experts, residency, blocks, pool, graphs=graphs)
-    info = EngineInfo(
-        model=name,
-        architecture=shape.architecture,
-        num_layers=shape.num_layers,
-        num_moe_layers=host.num_layers,
-        num_experts=host.num_experts,
-        top_k=shape.top_k,
-        context_limit=plan.context,
-        model_context=shape.max_positions,
-        context_reason=context_reason(plan.context, config, shape.max_positions),
-        notices=context_notices(plan.context, config, shape.max_positions),
-        device=str(device),
-        backend_reason=torch.cuda.get_device_name(device) if device.type == "cuda" else "reference ops",
-        weight_dtype={torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[dtype],
-        memory_bytes=plan.ceiling,
-        pool_bytes=plan.pool,
-        dense_bytes=plan.dense,
-        workspace_bytes=plan.workspace,
-        page_bytes=plan.geometry.expert_page_bytes,
-        expert_bytes=host.expert_bytes,
-        block_tokens=plan.block_tokens,
-        profile=str(config.profile) if config.profile is not None else None,
-    )
+    reason = torch.cuda.get_device_name(device) if device.type == "cuda" else "reference ops"
+    info = engine_info(name, shape, dtype, plan, config, device=str(device), reason=reason)
     return Parts(
         info=info,
         plan=plan,
@@ -156,13 +133,8 @@ def build_device_parts(
     )
 
 
-def _fill(residency: DeviceResidency, pool: PagePool, ranking: ExpertRanking, host: PinnedHost, report: Progress) -> None:
-    wanted = [(layer, expert) for layer in range(host.num_layers) for expert in ranking.order(layer)[: residency.floor]]
-    pages = residency.pages_per_expert
-    spare = AdjusterConstants().high_free + pages
-    room = max(0, pool.allocator.available(PageKind.EXPERT) - len(wanted) * pages - spare) // pages
-    chosen = set(wanted)
-    wanted += [pair for pair in residency.ranked_absent() if pair not in chosen][:room]
+def _fill(residency: DeviceResidency, host: PinnedHost, report: Progress) -> None:
+    wanted = residency.first_choice(spare_pages=AdjusterConstants().high_free + residency.pages_per_expert)
     for index, (layer, expert) in enumerate(wanted):
         residency.fill(layer, expert)
         report("experts", (index + 1) * host.expert_bytes, len(wanted) * host.expert_bytes)

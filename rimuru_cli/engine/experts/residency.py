@@ -88,6 +88,14 @@ class Residency:
         """Views of a visible expert's pages, or None if it is absent."""
         return self._tiles.get((layer, expert))
 
+    def first_choice(self, spare_pages: int) -> list[tuple[int, int]]:
+        """Experts to begin with: the floor of every layer, then the best-ranked ones while more than `spare_pages` pages stay free."""
+        wanted = [(layer, expert) for layer in range(len(self.counts)) for expert in self._ranking.order(layer)[: self.floor]]
+        free = self._pool.allocator.available(PageKind.EXPERT) - len(wanted) * self.pages_per_expert
+        room = max(0, free - spare_pages) // self.pages_per_expert
+        chosen = set(wanted)
+        return wanted + [pair for pair in self.ranked_absent() if pair not in chosen][:room]
+
     def fill(self, layer: int, expert: int) -> None:
         """Load an absent expert now (used while loading the model)."""
         pages = self._pool.allocate(PageKind.EXPERT, self.pages_per_expert)
