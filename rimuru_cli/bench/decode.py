@@ -29,11 +29,11 @@ def run_decode_bench(
     """Tokens per second of greedy decoding on the CPU after a prompt of 32 tokens.
 
     The engine runs fully resident and, if `residency` is below 1, also with about that share of experts resident. With
-    `versus="transformers"` the same file is decoded by transformers in float32 and in the checkpoint's dtype, with its default
-    expert implementation; the faster of the two counts. All runners take turns for three rounds; each one's best round counts.
+    `versus="transformers"` the same file is decoded by transformers in float32, our arithmetic, and in the checkpoint's dtype ("auto", what
+    it does unless told otherwise), with its default expert implementation. All runners take turns for three rounds; each one's best counts.
 
     Returns:
-        JSON-able dict: settings, `rows` (runner, tokens_per_second, expert_hit_rate, resident_share, ratio to transformers).
+        JSON-able dict: settings, `rows` (runner, tokens_per_second, expert_hit_rate, resident_share, a ratio to each peer).
     """
     model = ModelConfig.from_dir(model_dir)
     generator = torch.Generator().manual_seed(0)
@@ -61,8 +61,8 @@ def run_decode_bench(
                 best[name] = max(best[name], run())
                 if progress is not None:
                     progress("decoding", done * len(runners) + index + 1, ROUNDS * len(runners))
-        peers = [speed for name, speed in best.items() if name.startswith("transformers")]
-        rows = [_row(name, speed, engines.get(name), max(peers, default=None)) for name, speed in best.items()]
+        peers = {name: speed for name, speed in best.items() if name.startswith("transformers")}
+        rows = [_row(name, speed, engines.get(name), peers) for name, speed in best.items()]
     finally:
         for engine in engines.values():
             engine.close()
@@ -76,14 +76,14 @@ def run_decode_bench(
     }
 
 
-def _row(name: str, speed: float, engine: Engine | None, peer: float | None) -> dict[str, Any]:
+def _row(name: str, speed: float, engine: Engine | None, peers: dict[str, float]) -> dict[str, Any]:
     row: dict[str, Any] = {"runner": name, "tokens_per_second": round(speed, 2)}
     if engine is not None:
         snapshot = engine.snapshot()
         row["resident_share"] = round(snapshot.resident_share, 3)
         row["expert_hit_rate"] = round(snapshot.hit_rate or 0.0, 3)
-        if peer:
-            row["ratio_to_transformers"] = round(speed / peer, 2)
+        for peer, peer_speed in peers.items():
+            row[f"ratio to {peer}"] = round(speed / peer_speed, 2)
     return row
 
 

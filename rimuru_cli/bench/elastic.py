@@ -8,21 +8,49 @@ from typing import Any
 
 import torch
 
+from rimuru_cli.bench.tokens import SyntheticModel
+from rimuru_cli.engine.config import Progress
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import SamplingParams
 
-STAGES = (8_192, 16_384, 32_768, 65_536, 131_000)
+_ROOM = 64  # tokens of the context that stay free of the prompt at the last stage, for the answer
+
+
+def run_elastic_bench(
+    shape: str, *, ceiling: int | None, device: torch.device, dtype: torch.dtype, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Grow one conversation of a shape with random weights to the longest context that the ceiling allows.
+
+    Args:
+        shape: a key of `synthetic.SHAPES`.
+        ceiling: of the device's memory in bytes; None: no cap.
+
+    Returns:
+        JSON-able: "rows" as `grow_conversation` gives them.
+    """
+    report = progress or (lambda stage, done, total: None)
+    model = SyntheticModel(shape, device, report, dtype=dtype)
+    engine, _ = model.engine(ceiling)
+    try:
+        with engine:
+            limit = engine.info.context_limit
+            stages = [*(limit // part for part in (16, 8, 4, 2)), limit - _ROOM]
+            rows = grow_conversation(engine, stages, each=lambda row: report("conversation", row["context"], limit))
+    finally:
+        model.host.shared = False
+        model.host.close()
+    return {"bench": "elastic", "model": shape, "vram_cap": ceiling, "context_limit": limit, "rows": rows}
 
 
 def grow_conversation(
-    engine: Engine, stages: Sequence[int] = STAGES, *, generate: int = 32, each: Callable[[dict[str, Any]], None] | None = None
+    engine: Engine, stages: Sequence[int], *, generate: int = 32, each: Callable[[dict[str, Any]], None] | None = None
 ) -> list[dict[str, Any]]:
     """Turns that bring one conversation to each of `stages` tokens; every turn reuses all turns before it.
 
     Returns:
         A row per stage: context tokens, tokens computed and reused, prompt and generation rates, residents, hit rate, bytes by kind.
     """
-    vocab = engine._parts.model.config.vocab_size
+    vocab = engine.vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens: list[int] = []
     rows = []

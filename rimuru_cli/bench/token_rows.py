@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rimuru_cli.bench.elastic import run_elastic_bench
 from rimuru_cli.bench.gpu_only import require_gpu
 from rimuru_cli.bench.machine import memory_facts
 from rimuru_cli.bench.synthetic import SHAPES
@@ -90,6 +91,26 @@ def run_token_rows(
         tokens=tokens,
     )
     return {**report, "trace": None if trace is None else str(trace), "dtype": str(dtype).removeprefix("torch.")}
+
+
+def run_elastic_rows(shape: str, ceiling: MemorySize | None, *, progress: Progress | None = None) -> dict[str, Any]:
+    """One conversation that grows to the longest context; see `run_elastic_bench`. What may run where is as for `run_token_rows`.
+
+    Raises:
+        UsageError: an unknown shape.
+        DoesNotFitError: no device, too little main memory, or a ceiling below what the shape needs.
+    """
+    if shape not in SHAPES:
+        raise UsageError(f"There is no shape {shape!r}.", hint=f"--model-shape is one of {', '.join(SHAPES)}.")
+    on_gpu = select_backend().name == "triton"
+    if shape != _SMALL:
+        require_gpu(f"The shape {shape}", f"--model-shape {_SMALL} runs anywhere, for trying the command.")
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    _check_memory(num_parameters(ModelConfig.from_dict(SHAPES[shape], where=shape)) * dtype.itemsize, shape)
+    device_bytes = torch.cuda.mem_get_info()[1] if on_gpu else memory_facts()["ram_bytes"]
+    device = torch.device("cuda" if on_gpu else "cpu")
+    most = None if ceiling is None else ceiling.of(device_bytes)
+    return run_elastic_bench(shape, ceiling=most, device=device, dtype=dtype, progress=progress)
 
 
 def _check_trace(trace: Path, config: ModelConfig, shape: str, tests: Sequence[str]) -> None:

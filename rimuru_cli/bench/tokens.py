@@ -126,7 +126,7 @@ def reclaim() -> None:
 def measure_prompt(engine: Engine, tokens: int, repeats: int = 3) -> float:
     """Prompt tokens per second, best of `repeats`, every time from an empty cache."""
     best = 0.0
-    vocab = engine._parts.model.config.vocab_size
+    vocab = engine.vocab_size
     for repeat in range(repeats + 1):
         prompt = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(repeat)).tolist()
         request = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))

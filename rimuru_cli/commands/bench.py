@@ -143,3 +143,27 @@ bench_app.command("pp", help="Measure reading prompts (tokens per second). `rimu
 bench_app.command("tg", help="Measure generating tokens (tokens per second). `rimuru bench pp tg …` measures prompts in the same run.")(
     _tokens
 )
+
+
+@bench_app.command()
+def elastic(
+    model_shape: Annotated[
+        str, typer.Option("--model-shape", metavar="NAME", help="qwen3-30b-a3b, or tiny, which also runs without a GPU.")
+    ] = "qwen3-30b-a3b",
+    vram: Annotated[
+        str | None, typer.Option("--vram", "--memory", metavar="SIZE", help="Ceiling: 24GiB or 50%.", show_default="none")
+    ] = None,
+    json: options.JsonFlag = False,
+) -> None:
+    """Grow one conversation (random weights) to the longest context: speed and the pool's composition on the way."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.settings import parse_size
+
+    out = Output(json=json)
+    ceiling = None if vram is None else parse_size(vram)
+    with loading_libraries():
+        from rimuru_cli.bench.token_rows import run_elastic_rows
+
+    with out.progress() as progress:
+        report = run_elastic_rows(model_shape, ceiling, progress=progress)
+    print_report(report, out)

@@ -101,6 +101,11 @@ class Engine:
         return cls(load_parts(Path(model_dir), config, progress), config)
 
     @property
+    def vocab_size(self) -> int:
+        """Token ids that the model knows: 0 to this, exclusive."""
+        return self._parts.model.config.vocab_size
+
+    @property
     def has_work(self) -> bool:
         """Whether a step would do anything."""
         return bool(self._sequences)

@@ -176,3 +176,18 @@ def test_every_kernel_benchmark_can_be_reached(monkeypatch: pytest.MonkeyPatch) 
         "attention": "attention",
         "fetch": "fetch",
     }
+
+
+def test_one_conversation_grows_to_the_longest_context(cli: Cli) -> None:
+    code, out, err = cli("elastic", "--model-shape", "tiny", "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    contexts = [row["context"] for row in report["rows"]]
+    assert contexts == sorted(contexts) and len(contexts) == 5 and contexts[-1] > 0.9 * report["context_limit"]
+    assert all(after["reused"] > 0.4 * after["context"] for after in report["rows"][1:]), "every turn reuses the turns before it"
+    assert report["rows"][-1]["bytes_by_kind"]["kv"] > report["rows"][0]["bytes_by_kind"]["kv"] * 8
+
+
+def test_growing_an_unknown_shape(cli: Cli) -> None:
+    assert cli("elastic", "--model-shape", "huge")[0] == 2
+    assert cli("elastic")[0] == 6
