@@ -19,7 +19,7 @@ from rimuru_kernels.backend import select_backend
 from rimuru_kernels.paged_attention.reference import MAX_SCORES
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError, UsageError
-from rimuru_models.layout import dense_bytes
+from rimuru_models.layout import dense_bytes, expert_bytes
 
 MIB = 1 << 20
 
@@ -152,31 +152,35 @@ def expert_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int
     return floor if offload_limit is None else max(floor, num_experts - offload_limit)
 
 
+def page_geometry(model: ModelConfig, itemsize: int, config: EngineConfig) -> tuple[PoolGeometry, int]:
+    """Page sizes of a pool whose experts and cache have elements of `itemsize` bytes, and the tokens of a KV page."""
+    f, d = model.expert_intermediate, model.hidden_size
+    page_bytes = f * d * itemsize // expert_tiling(f, d, itemsize, config.max_page_bytes)
+    kv_token_bytes = 2 * model.num_kv_heads * model.head_dim * itemsize
+    block_tokens = choose_block_tokens(kv_token_bytes, page_bytes, requested=config.block_tokens)
+    geometry = PoolGeometry.build(
+        f=f,
+        d=d,
+        weight_itemsize=itemsize,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        kv_itemsize=itemsize,
+        block_tokens=block_tokens,
+        max_page_bytes=config.max_page_bytes,
+    )
+    return geometry, block_tokens
+
+
 def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> MemoryPlan:
     """Divide the ceiling among program, dense weights, workspace and pool.
 
     Raises:
         DoesNotFitError: the ceiling (or the machine) is too small; says the minimum.
     """
-    f, d = model.expert_intermediate, model.hidden_size
-    tiles = expert_tiling(f, d, 4, config.max_page_bytes)
-    page_bytes = f * d * 4 // tiles
-    kv_token_bytes = 2 * model.num_kv_heads * model.head_dim * 4
-    block_tokens = choose_block_tokens(kv_token_bytes, page_bytes, requested=config.block_tokens)
-    geometry = PoolGeometry.build(
-        f=f,
-        d=d,
-        weight_itemsize=4,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        kv_itemsize=4,
-        block_tokens=block_tokens,
-        max_page_bytes=config.max_page_bytes,
-    )
+    geometry, block_tokens = page_geometry(model, 4, config)
     layers, pages_per_expert = len(model.moe_layers), geometry.pages_per_expert
     floor = expert_floor(model.num_experts, model.top_k, config.expert_offload_limit)
-    expert_bytes = pages_per_expert * page_bytes
-    buffer_experts = max(1, min(model.num_experts - floor, _BUFFER_EXPERTS, _BUFFER_BYTES // expert_bytes))
+    buffer_experts = max(1, min(model.num_experts - floor, _BUFFER_EXPERTS, _BUFFER_BYTES // expert_bytes(model, 4)))
     wanted_context = min(model.max_positions, config.context or model.max_positions)
     dense = dense_bytes(model, 4)
     reserve = AdjusterConstants().high_free + pages_per_expert

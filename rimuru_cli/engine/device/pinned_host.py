@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError
+from rimuru_models.layout import expert_bytes
 from rimuru_models.weights import ExpertTensors
 
 _COPY_THREADS = 8
@@ -63,7 +64,7 @@ class PinnedHost:
         self.num_experts = config.num_experts
         self.dtype = source.expert_dtype
         self._f, self._d = config.expert_intermediate, config.hidden_size
-        self.expert_bytes = 3 * self._f * self._d * self.dtype.itemsize
+        self.expert_bytes = expert_bytes(config, self.dtype.itemsize)
         self.bytes_read = 0
         self.shared = False
         self._device = device

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rimuru_cli.engine.config import EngineConfig
-from rimuru_cli.engine.memory.geometry import PageKind, PoolGeometry, choose_block_tokens, expert_tiling
+from rimuru_cli.engine.config import EngineConfig, page_geometry
+from rimuru_cli.engine.memory.geometry import PageKind, PoolGeometry
 from rimuru_kernels.fused_moe import workspace_bytes
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError
@@ -66,20 +66,8 @@ def plan_device_memory(
     Raises:
         DoesNotFitError: the ceiling is too small; says the minimum.
     """
-    f, d, size = model.expert_intermediate, model.hidden_size, dtype.itemsize
-    tiles = expert_tiling(f, d, size, config.max_page_bytes)
-    kv_token = 2 * model.num_kv_heads * model.head_dim * size
-    block_tokens = choose_block_tokens(kv_token, f * d * size // tiles, requested=config.block_tokens)
-    geometry = PoolGeometry.build(
-        f=f,
-        d=d,
-        weight_itemsize=size,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        kv_itemsize=size,
-        block_tokens=block_tokens,
-        max_page_bytes=config.max_page_bytes,
-    )
+    size = dtype.itemsize
+    geometry, block_tokens = page_geometry(model, size, config)
     layers, pages = len(model.moe_layers), geometry.pages_per_expert
     floor = device_floor(model.num_experts, model.top_k, config.expert_offload_limit)
     context = min(model.max_positions, config.context or model.max_positions)

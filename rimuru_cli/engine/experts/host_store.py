@@ -1,13 +1,14 @@
 """The host tier: every expert of the model, where the checkpoint's memory map has it.
 
 On the CPU nothing is loaded up front: the operating system reads what is touched, and the page cache is the host tier. That is why a model
-larger than the memory ceiling runs, and why a missing expert can be read in place instead of being copied first.
+larger than the memory ceiling runs, and why a missing expert need not be copied into the pool before it is used.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
+from rimuru_models.layout import expert_bytes
 from rimuru_models.weights import CheckpointReader, ExpertTensors
 
 
@@ -37,8 +38,7 @@ class HostStore:
         config = reader.config
         self.num_layers = len(config.moe_layers)
         self.num_experts = config.num_experts
-        self.dtype = reader.expert_dtype
-        self.expert_bytes = 3 * config.expert_intermediate * config.hidden_size * self.dtype.itemsize
+        self.expert_bytes = expert_bytes(config, reader.expert_dtype.itemsize)
         self.bytes_read = 0
         # All views at once: a file that is gone shows now and not in the middle of an answer, and no small object made then lies between
         # the large temporary tensors of a step, where it would keep the process from giving their memory back.
