@@ -6,8 +6,6 @@ import importlib.util
 from functools import cache
 from typing import Literal, NamedTuple
 
-import torch
-
 OLDEST_CAPABILITY = (8, 0)
 """The kernels use bfloat16 matrix units, which GPUs have from this compute capability on."""
 
@@ -22,6 +20,8 @@ class Backend(NamedTuple):
 @cache
 def select_backend() -> Backend:
     """The backend of this process; the same answer each time."""
+    import torch  # here, so that OLDEST_CAPABILITY can be read without it
+
     if not torch.cuda.is_available():
         return Backend("torch", "no CUDA device found")
     name, capability = torch.cuda.get_device_name(), torch.cuda.get_device_capability()

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
     from rimuru_models.interfaces import ExpertProvider as ExpertProvider
     from rimuru_models.interfaces import ForwardContext as ForwardContext
     from rimuru_models.interfaces import KVCache as KVCache
+    from rimuru_models.interfaces import RecurrentState as RecurrentState
     from rimuru_models.layout import dense_bytes as dense_bytes
     from rimuru_models.layout import expert_bytes as expert_bytes
     from rimuru_models.loader import load_model as load_model
     from rimuru_models.resident import ResidentExperts as ResidentExperts
     from rimuru_models.resident import ResidentKVCache as ResidentKVCache
+    from rimuru_models.resident import ResidentStates as ResidentStates
     from rimuru_models.weights import CheckpointReader as CheckpointReader
 
 # architecture (config.json) -> module that defines a class of that name
@@ -30,6 +32,10 @@ ARCHITECTURES = {
     "Qwen2MoeForCausalLM": "rimuru_models.qwen2_moe",
     "Qwen3MoeForCausalLM": "rimuru_models.qwen3_moe",
     "OlmoeForCausalLM": "rimuru_models.olmoe",
+    "Qwen3NextForCausalLM": "rimuru_models.qwen3_next",
+    "Qwen3_5MoeForCausalLM": "rimuru_models.qwen3_5_moe",
+    "Qwen3_5MoeForConditionalGeneration": "rimuru_models.qwen3_5_moe",
+    "GraniteMoeHybridForCausalLM": "rimuru_models.granite_hybrid",
 }
 
 _HOMES = {
@@ -38,11 +44,13 @@ _HOMES = {
     "ExpertProvider": "interfaces",
     "ForwardContext": "interfaces",
     "KVCache": "interfaces",
+    "RecurrentState": "interfaces",
     "dense_bytes": "layout",
     "expert_bytes": "layout",
     "load_model": "loader",
     "ResidentExperts": "resident",
     "ResidentKVCache": "resident",
+    "ResidentStates": "resident",
     "CheckpointReader": "weights",
 }
 

@@ -8,6 +8,7 @@ Every promise of the header is checked against the file before anything trusts i
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ class SafetensorsHeader:
 
 
 def load_json(text: bytes, where: str) -> Any:
-    """Parse JSON strictly: UTF-8, no duplicate keys, no NaN or Infinity, bounded nesting.
+    """Parse JSON strictly: UTF-8, no duplicate keys, no NaN, bounded nesting. Infinity is read: configs name unbounded limits so.
 
     Raises:
         CheckpointError: names `where`.
@@ -85,11 +86,13 @@ def load_json(text: bytes, where: str) -> Any:
             raise ValueError(f"the key {twice[:80]!r} appears twice")
         return result
 
-    def refuse_constant(name: str) -> Any:
-        raise ValueError(f"{name} is not a JSON number")
+    def constant(name: str) -> float:
+        if name != "Infinity":
+            raise ValueError(f"{name} is not a JSON number")
+        return math.inf
 
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=refuse_constant)
+        return json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_constant=constant)
     except RecursionError:
         raise CheckpointError(f"{where} nests brackets too deeply to be a checkpoint's JSON.", hint=_REDOWNLOAD) from None
     except ValueError as error:  # also JSONDecodeError, UnicodeDecodeError, integers of thousands of digits
@@ -158,26 +161,40 @@ def read_header(path: Path) -> SafetensorsHeader:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from None
     if len(text) != length:
         raise CheckpointError(f"{path} ended while its header was read.", hint=_REDOWNLOAD)
-    entries = load_json(text, f"the header of {path}")
+    return parse_header(text, size, str(path))
+
+
+def parse_header(text: bytes, file_bytes: int, where: str) -> SafetensorsHeader:
+    """Check the JSON of a safetensors header, wherever it came from.
+
+    Args:
+        text: the JSON, without the 8 bytes in front of it.
+        file_bytes: size of the whole file.
+        where: names the file in errors.
+
+    Raises:
+        CheckpointError: as `read_header`.
+    """
+    entries = load_json(text, f"the header of {where}")
     if not isinstance(entries, dict):
-        raise CheckpointError(f"the header of {path} is not a JSON object.", hint=_REDOWNLOAD)
+        raise CheckpointError(f"the header of {where} is not a JSON object.", hint=_REDOWNLOAD)
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__ is not a map of strings.", hint=_REDOWNLOAD)
-    data_bytes = size - 8 - length
-    tensors = {name: _tensor_info(f"{path}: tensor {name[:200]!r}", entry, data_bytes) for name, entry in entries.items()}
-    _check_layout(path, tensors, data_bytes)
-    return SafetensorsHeader(tensors, 8 + length, metadata)
+        raise CheckpointError(f"{where}: __metadata__ is not a map of strings.", hint=_REDOWNLOAD)
+    data_bytes = file_bytes - 8 - len(text)
+    tensors = {name: _tensor_info(f"{where}: tensor {name[:200]!r}", entry, data_bytes) for name, entry in entries.items()}
+    _check_layout(where, tensors, data_bytes)
+    return SafetensorsHeader(tensors, 8 + len(text), metadata)
 
 
-def _check_layout(path: Path, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
+def _check_layout(where: str, tensors: dict[str, TensorInfo], data_bytes: int) -> None:
     """Tensors tile the data exactly, as the format demands: no overlap, no hole, no tail."""
     end, previous = 0, ""
     for name, info in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].stop)):
         if info.start < end:
-            raise CheckpointError(f"{path}: tensors {previous[:200]!r} and {name[:200]!r} overlap.", hint=_REDOWNLOAD)
+            raise CheckpointError(f"{where}: tensors {previous[:200]!r} and {name[:200]!r} overlap.", hint=_REDOWNLOAD)
         if info.start > end:
-            raise CheckpointError(f"{path}: {info.start - end} bytes before tensor {name[:200]!r} belong to no tensor.", hint=_REDOWNLOAD)
+            raise CheckpointError(f"{where}: {info.start - end} bytes before tensor {name[:200]!r} belong to no tensor.", hint=_REDOWNLOAD)
         end, previous = info.stop, name
     if end != data_bytes:
-        raise CheckpointError(f"{path}: the header accounts for {end} data bytes, but the file holds {data_bytes}.", hint=_REDOWNLOAD)
+        raise CheckpointError(f"{where}: the header accounts for {end} data bytes, but the file holds {data_bytes}.", hint=_REDOWNLOAD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
@@ -81,17 +82,23 @@ def _shard_names(model_dir: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _weight_map(index_path: Path) -> dict[str, str]:
-    index = read_json_file(index_path)
+    return weight_map_of(read_json_file(index_path), str(index_path))
+
+
+def weight_map_of(index: object, where: str) -> dict[str, str]:
+    """The tensor -> file map of a parsed model.safetensors.index.json; `where` names it in errors.
+
+    Raises:
+        CheckpointError: there is none, or it points to something that is not a safetensors file of the folder itself.
+    """
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index_path} has no weight_map of tensor names to files.")
+        raise CheckpointError(f"{where} has no weight_map of tensor names to files.")
     for name, file in weight_map.items():
         if not isinstance(file, str) or not _is_plain_name(file):
-            raise CheckpointError(
-                f"{index_path}: tensor {name[:200]!r} points to {brief(file)}, which is not a file name inside the folder."
-            )
+            raise CheckpointError(f"{where}: tensor {name[:200]!r} points to {brief(file)}, which is not a file name inside the folder.")
         if not file.endswith(".safetensors"):
-            raise CheckpointError(f"{index_path}: tensor {name[:200]!r} points to {file[:200]!r}, which is not a safetensors file.")
+            raise CheckpointError(f"{where}: tensor {name[:200]!r} points to {file[:200]!r}, which is not a safetensors file.")
     return weight_map
 
 
@@ -119,13 +126,29 @@ def open_index(model_dir: Path) -> CheckpointIndex:
     model_dir = Path(model_dir)
     _require_model_dir(model_dir)
     names, weight_map = _shard_names(model_dir)
-    tensors: dict[str, tuple[Path, TensorInfo]] = {}
-    headers: dict[Path, SafetensorsHeader] = {}
+    headers: dict[str, SafetensorsHeader] = {}
     for name in names:
         path = model_dir / name
         if not path.exists():
             raise CheckpointError(f"the shard {path} is missing.", hint="Download the model again; files that are complete are kept.")
-        headers[path] = header = read_header(path)
+        headers[name] = read_header(path)
+    return combine_headers(model_dir, headers, weight_map)
+
+
+def combine_headers(model_dir: Path, headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str] | None) -> CheckpointIndex:
+    """Make one index of the headers of all shards, read from a folder or from afar.
+
+    Args:
+        model_dir: the folder; only names paths.
+        headers: shard name -> its checked header.
+        weight_map: tensor -> shard, as model.safetensors.index.json has it; None when there is none.
+
+    Raises:
+        CheckpointError: a tensor in two shards, or the map disagrees with the shards.
+    """
+    tensors: dict[str, tuple[Path, TensorInfo]] = {}
+    for name, header in headers.items():
+        path = model_dir / name
         for tensor, info in header.tensors.items():
             if weight_map is not None and weight_map.get(tensor) != name:
                 if tensor in weight_map:
@@ -137,7 +160,7 @@ def open_index(model_dir: Path) -> CheckpointIndex:
     for tensor, name in (weight_map or {}).items():
         if tensor not in tensors:
             raise CheckpointError(f"{model_dir / name} lacks tensor {tensor[:200]!r}, which {_INDEX} promises there.")
-    return CheckpointIndex(model_dir, tensors, headers)
+    return CheckpointIndex(model_dir, tensors, {model_dir / name: header for name, header in headers.items()})
 
 
 def model_identity(model_dir: Path) -> str:

@@ -81,6 +81,74 @@ class ExpertProvider(Protocol):
         ...
 
 
+class RoutedExperts(Protocol):
+    """The sparse half of a layer straight from attention's output: add, norm, router, gating and experts in as few launches as possible."""
+
+    def forward_routed(
+        self, layer: int, x: Tensor, residual: Tensor, *, norm: Tensor, eps: float, router: Tensor, top_k: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What `ExpertProvider.forward` gives for the norm of residual + x and the experts that the router chooses for it.
+
+        Args:
+            layer: model layer index, a member of config.moe_layers.
+            x, residual: [T, d]; residual may be written to.
+            norm: [d], the weight of the RMSNorm before the router; eps: its epsilon.
+            router: [E, d].
+            top_k, renormalize: as for `topk_gating`.
+
+        Returns:
+            residual + x, its norm, and the weighted sum of the experts, [T, d] each; the caller may write to all three.
+        """
+        ...
+
+
+class RecurrentState(Protocol):
+    """Memory of the recurrent layers: for each sequence in this step the states of all texts so far, updated in place.
+
+    A step's rows belong to the same sequences, in the same order, as those of the KV cache. Each layer calls `convolve` once and then the
+    method of its kind once; both see the rows of a sequence as the continuation of what the same layer saw before.
+    """
+
+    def convolve(self, layer: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Causal convolution and silu of each sequence's rows; the last K - 1 rows of x are kept for the next step.
+
+        Args:
+            layer: model layer index, a member of config.recurrent_layers.
+            x: [T, C]; may be strided.
+            weight: [K, C]; bias: [C] or None.
+
+        Returns:
+            [T, C], in x's dtype; see `rimuru_kernels.causal_conv1d`.
+        """
+        ...
+
+    def delta_rule(self, layer: int, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
+        """Gated delta rule over each sequence's rows.
+
+        Args:
+            layer: model layer index.
+            q, k: [T, Hk, dk], not yet normalised; v: [T, Hv, dv]; any strides.
+            log_decay, beta: [T, Hv], see `rimuru_kernels.gated_delta_rule.delta_gates`.
+
+        Returns:
+            [T, Hv, dv], in v's dtype.
+        """
+        ...
+
+    def state_space(self, layer: int, x: Tensor, dt: Tensor, a_log: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
+        """Mamba-2's state space over each sequence's rows.
+
+        Args:
+            layer: model layer index.
+            x: [T, H, P]; b, c: [T, G, N]; any strides.
+            dt: [T, H], see `rimuru_kernels.mamba2.time_steps`; a_log, d: [H].
+
+        Returns:
+            [T, H, P], in x's dtype.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class ForwardContext:
     """Everything of one step besides the token ids.
@@ -90,12 +158,16 @@ class ForwardContext:
         kv: attention over past and present tokens.
         experts: routed experts.
         projected: attention from the fused projection, used instead of `kv` where given.
+        routed: router and experts in one, used instead of `experts` where given.
+        recurrent: states of the recurrent layers; None where the model has none.
     """
 
     positions: Tensor
     kv: KVCache
     experts: ExpertProvider
     projected: ProjectedAttention | None = None
+    routed: RoutedExperts | None = None
+    recurrent: RecurrentState | None = None
 
 
 class CausalLM(Protocol):

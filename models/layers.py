@@ -6,19 +6,19 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
-from rimuru_kernels.rms_norm import rms_norm
+from rimuru_kernels.rms_norm import add_rms_norm, rms_norm
 from rimuru_kernels.rotary import rotary
+from rimuru_kernels.row_linear import row_linear
 from rimuru_kernels.silu_and_mul import silu_and_mul
-from rimuru_models.interfaces import ExpertProvider, ForwardContext
+from rimuru_models.interfaces import ForwardContext
 
 if TYPE_CHECKING:
     from rimuru_models.loader import DenseLoader
 
 
 class Attention:
-    """Grouped-query attention with rotary embeddings: o(attend(rope(q x), rope(k x), v x)), scale D^-1/2.
+    """Grouped-query attention with rotary embeddings (where the model knows positions): o(attend(rope(q x), rope(k x), v x)).
 
     q, k and v are one matrix [(H + 2 Hkv) D, d] (rows of q, then k, then v), biases likewise.
     """
@@ -26,14 +26,13 @@ class Attention:
     def __init__(self, loader: DenseLoader, layer: int) -> None:
         config = loader.config
         prefix = f"model.layers.{layer}.self_attn"
-        parts = [f"{prefix}.{name}_proj" for name in ("q", "k", "v")]
         self.layer = layer
-        self.qkv = loader.tensor(*(f"{part}.weight" for part in parts))
-        self.qkv_bias = loader.tensor(*(f"{part}.bias" for part in parts)) if config.attention_bias else None
+        self.qkv, self.qkv_bias = self.load_projection(loader, prefix)
         self.output = loader.tensor(f"{prefix}.o_proj.weight")
         self.output_bias = loader.tensor(f"{prefix}.o_proj.bias") if config.output_bias else None
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.scale = config.head_dim**-0.5
+        self.scale = config.attention_scale
+        self.turns = config.rotary_dim > 0
         self.window = config.window(layer)
         self.eps = config.rms_eps
         self.q_norm: Tensor | None = None
@@ -43,9 +42,15 @@ class Attention:
         self._q_and_k = (self.heads, self.kv_heads)
         self._flat = (-1, self.heads * self.head_dim)
 
+    def load_projection(self, loader: DenseLoader, prefix: str) -> tuple[Tensor, Tensor | None]:
+        """The matrix of q, k and v, and its bias."""
+        parts = [f"{prefix}.{name}_proj" for name in ("q", "k", "v")]
+        bias = loader.tensor(*(f"{part}.bias" for part in parts)) if loader.config.attention_bias else None
+        return loader.tensor(*(f"{part}.weight" for part in parts)), bias
+
     def project(self, x: Tensor) -> Tensor:
         """x [T, d] -> [T, (H + 2 Hkv) D]; norms over a whole projection are part of it."""
-        return linear(x, self.qkv, self.qkv_bias)
+        return row_linear(x, self.qkv, self.qkv_bias)
 
     def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Split [T, (H + 2 Hkv) D] into qk [T, H + Hkv, D] and v [T, Hkv, D], each head normalised where the family does that."""
@@ -53,10 +58,14 @@ class Attention:
         return qk, v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
-        """x [T, d], rotary tables [T, 1, D] -> [T, d]."""
-        qkv = self.project(x)
+        """x [T, d], rotary tables [T, 1, R] -> [T, d]."""
+        out = self.attend(self.project(x), cos, sin, context)
+        return row_linear(out.reshape(self._flat), self.output, self.output_bias)
+
+    def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
+        """qkv [T, (H + 2 Hkv) D], which may be strided, rotary tables [T, 1, R] -> [T, H, D]."""
         if context.projected is not None:
-            out = context.projected.attend_projection(
+            return context.projected.attend_projection(
                 self.layer,
                 qkv,
                 cos,
@@ -67,11 +76,9 @@ class Attention:
                 scale=self.scale,
                 sliding_window=self.window,
             )
-        else:
-            qk, v = self.qk_v(qkv)
-            q, k = rotary(qk, cos, sin).split_with_sizes(self._q_and_k, 1)
-            out = context.kv.attend(self.layer, q, k, v, scale=self.scale, sliding_window=self.window)
-        return linear(out.reshape(self._flat), self.output, self.output_bias)
+        qk, v = self.qk_v(qkv)
+        q, k = (rotary(qk, cos, sin) if self.turns else qk).split_with_sizes(self._q_and_k, 1)
+        return context.kv.attend(self.layer, q, k, v, scale=self.scale, sliding_window=self.window)
 
 
 class HeadNormAttention(Attention):
@@ -80,8 +87,8 @@ class HeadNormAttention(Attention):
     def __init__(self, loader: DenseLoader, layer: int) -> None:
         super().__init__(loader, layer)
         prefix = f"model.layers.{layer}.self_attn"
-        self.q_norm = loader.tensor(f"{prefix}.q_norm.weight")
-        self.k_norm = loader.tensor(f"{prefix}.k_norm.weight")
+        self.q_norm = loader.norm(f"{prefix}.q_norm.weight")
+        self.k_norm = loader.norm(f"{prefix}.k_norm.weight")
 
     def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """As `Attention.qk_v`, with q and k normalised."""
@@ -115,6 +122,11 @@ class DenseMLP:
         self.gate_up = loader.tensor(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
         self.down = loader.tensor(f"{prefix}.down_proj.weight")
 
-    def forward(self, x: Tensor, experts: ExpertProvider | None = None) -> Tensor:
-        """x [T, d] -> [T, d]. `experts` is not used: dense and sparse layers are called alike."""
-        return linear(silu_and_mul(linear(x, self.gate_up)), self.down)
+    def forward(self, x: Tensor) -> Tensor:
+        """x [T, d] -> [T, d]."""
+        return row_linear(silu_and_mul(row_linear(x, self.gate_up)), self.down)
+
+    def forward_residual(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """As `SparseMoe.forward_residual`."""
+        hidden, normed = add_rms_norm(x, residual, norm, eps)
+        return hidden, self.forward(normed)

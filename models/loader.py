@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rimuru_models import ARCHITECTURES
-from rimuru_models.layout import LM_HEAD, dense_bytes
+from rimuru_models.layout import LM_HEAD, dense_bytes, kept_wide
 from rimuru_models.weights import CheckpointReader
 
 if TYPE_CHECKING:
@@ -51,10 +51,48 @@ class DenseLoader:
         self._count(out)
         return out
 
+    def rows(self, pieces: Sequence[tuple[str, int, int]]) -> Tensor:
+        """Rows start .. stop - 1 of the named tensors, piece after piece, in one allocation.
+
+        For weights that a checkpoint stores in another order: together the pieces must take every row of their tensors exactly once.
+        """
+        views = {name: self._reader.dense_view(name) for name, _, _ in pieces}
+        first = views[pieces[0][0]]
+        count = sum(view.shape[0] for view in views.values())
+        assert count == sum(stop - start for _, start, stop in pieces), "every row belongs to one piece"
+        out = torch.empty((count, *first.shape[1:]), dtype=self.dtype, device=self.device)
+        row = 0
+        for name, start, stop in pieces:
+            out[row : row + stop - start].copy_(views[name][start:stop])
+            row += stop - start
+        self._count(out)
+        return out
+
+    def vector(self, name: str) -> Tensor:
+        """A 1-D tensor, in float32 where its formula is computed so (`layout.kept_wide`)."""
+        return self._owned(self._reader.dense_view(name), self._dtype_of(name))
+
+    def norm(self, name: str) -> Tensor:
+        """The factors of an RMSNorm: its weight, or 1 + weight where the family centres norms on zero."""
+        weight = self.vector(name)
+        return weight.add_(1.0) if self.config.zero_centred_norms else weight
+
+    def taps(self, name: str) -> Tensor:
+        """A depthwise convolution's weight [C, 1, K] as [K, C]."""
+        return self._owned(self._reader.dense_view(name).squeeze(1).t(), self.dtype)
+
+    def _owned(self, view: Tensor, dtype: torch.dtype) -> Tensor:
+        out = torch.empty(view.shape, dtype=dtype, device=self.device).copy_(view)
+        self._count(out)
+        return out
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        return torch.promote_types(self.dtype, torch.float32) if kept_wide(self.config, name) else self.dtype
+
     def inv_freq(self) -> Tensor:
-        """Rotary frequencies theta^(-2j / D), j < D / 2, float32 [D / 2]."""
-        head_dim = self.config.head_dim
-        out = 1.0 / (self.config.rope_theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+        """Rotary frequencies theta^(-2j / R), j < R / 2, float32 [R / 2], R the dimensions that turn."""
+        turned = self.config.rotary_dim
+        out = 1.0 / (self.config.rope_theta ** (torch.arange(0, turned, 2, dtype=torch.float32) / max(1, turned)))
         out = out.to(self.device)
         self._count(out)
         return out

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from rimuru_kernels.rms_norm import add_rms_norm
+from rimuru_kernels.silu_and_mul import silu_and_mul
 from rimuru_kernels.topk_gating import topk_gating
-from rimuru_models.interfaces import ExpertProvider
+from rimuru_models.interfaces import ExpertProvider, ForwardContext
 from rimuru_models.layers import DenseMLP
 
 if TYPE_CHECKING:
     from rimuru_models.loader import DenseLoader
+
+
+def router_logits(x: Tensor, router: Tensor) -> Tensor:
+    """x [T, d] and router [E, d], of one dtype -> x router^T [T, E] in float32.
+
+    Never rounded to a 2-byte dtype: that makes ties of near ties, and then other experts answer (see docs/results, agreement).
+    """
+    if x.dtype.itemsize >= 4:
+        return linear(x, router)
+    if x.is_cuda:
+        return torch.mm(x, router.t(), out_dtype=torch.float32)
+    return linear(x.float(), router.float())
 
 
 class SparseMoe:
@@ -26,12 +41,39 @@ class SparseMoe:
 
     def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [T, d] -> weights [T, k] float32, expert ids [T, k] int64 ascending within a row."""
-        return topk_gating(linear(x, self.router), self.top_k, self.renormalize)
+        return topk_gating(router_logits(x, self.router), self.top_k, self.renormalize)
 
     def forward(self, x: Tensor, experts: ExpertProvider) -> Tensor:
         """x [T, d] -> [T, d]."""
         weights, ids = self.route(x)
-        return experts.forward(self.layer, x, ids, weights)
+        return self._with_shared(x, experts.forward(self.layer, x, ids, weights))
+
+    def forward_residual(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, context: ForwardContext) -> tuple[Tensor, Tensor]:
+        """h = residual + x [T, d] and this block over h normed with `norm` [d]; residual may be written to."""
+        if context.routed is None:
+            hidden, normed = add_rms_norm(x, residual, norm, eps)
+            return hidden, self.forward(normed, context.experts)
+        hidden, normed, out = context.routed.forward_routed(
+            self.layer, x, residual, norm=norm, eps=eps, router=self.router, top_k=self.top_k, renormalize=self.renormalize
+        )
+        return hidden, self._with_shared(normed, out)
+
+    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
+        """What else the block adds for x [T, d] to the routed experts' sum [T, d], which may be written to."""
+        return routed
+
+
+class SummedSparseMoe(SparseMoe):
+    """SparseMoe plus a shared SwiGLU expert that every token uses, simply added; its gate and up are one matrix on disk too."""
+
+    def __init__(self, loader: DenseLoader, layer: int) -> None:
+        super().__init__(loader, layer)
+        prefix = f"model.layers.{layer}.shared_mlp"
+        self.shared_in = loader.tensor(f"{prefix}.input_linear.weight")
+        self.shared_out = loader.tensor(f"{prefix}.output_linear.weight")
+
+    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
+        return routed.add_(linear(silu_and_mul(linear(x, self.shared_in)), self.shared_out))
 
 
 class SharedSparseMoe(SparseMoe):
@@ -42,7 +84,5 @@ class SharedSparseMoe(SparseMoe):
         self.shared = DenseMLP(loader, f"model.layers.{layer}.mlp.shared_expert")
         self.shared_gate = loader.tensor(f"model.layers.{layer}.mlp.shared_expert_gate.weight")
 
-    def forward(self, x: Tensor, experts: ExpertProvider) -> Tensor:
-        """x [T, d] -> [T, d]."""
-        shared = self.shared.forward(x).mul_(linear(x, self.shared_gate).sigmoid_())
-        return shared.add_(super().forward(x, experts))
+    def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
+        return self.shared.forward(x).mul_(linear(x, self.shared_gate).sigmoid_()).add_(routed)

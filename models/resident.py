@@ -1,4 +1,4 @@
-"""KV cache and experts in plain memory: the oracle that the paged, offloaded engine must equal."""
+"""KV cache, recurrent states and experts in plain memory: the oracle that the paged, offloaded engine must equal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn.functional import linear
 from rimuru_kernels.silu_and_mul import silu_and_mul
 from rimuru_models.attention import causal_attention
 from rimuru_models.config import ModelConfig
+from rimuru_models.states import StatesInPlace
 from rimuru_models.weights import CheckpointReader
 
 
@@ -23,6 +24,7 @@ class ResidentKVCache:
 
     def __init__(self, config: ModelConfig, num_sequences: int = 1) -> None:
         self.num_sequences = num_sequences
+        self._last = config.attention_layers[-1]
         self._cu_seqlens: tuple[int, ...] | None = None
         self._keys: list[list[Tensor | None]] = [[None] * config.num_layers for _ in range(num_sequences)]
         self._values: list[list[Tensor | None]] = [[None] * config.num_layers for _ in range(num_sequences)]
@@ -38,8 +40,8 @@ class ResidentKVCache:
         self._cu_seqlens = (0, *accumulate(rows))
 
     def length(self, sequence: int = 0) -> int:
-        """Tokens stored of a sequence (after the step's last layer)."""
-        keys = self._keys[sequence][-1]
+        """Tokens stored of a sequence (after the step's last attention layer)."""
+        keys = self._keys[sequence][self._last]
         return 0 if keys is None else keys.shape[0]
 
     def positions(self, rows: Sequence[int]) -> Tensor:
@@ -68,6 +70,42 @@ class ResidentKVCache:
 
 def _grow(past: Tensor | None, new: Tensor) -> Tensor:
     return new.clone() if past is None else torch.cat((past, new))
+
+
+class ResidentStates(StatesInPlace):
+    """Recurrent and convolution states of a few sequences in plain memory. Satisfies `interfaces.RecurrentState`.
+
+    Args:
+        config: of a model with recurrent layers.
+        dtype: the model's; convolution states have it, recurrent states are float32 (float64 for float64 models).
+    """
+
+    def __init__(self, config: ModelConfig, num_sequences: int = 1, dtype: torch.dtype = torch.float32) -> None:
+        mixer = config.recurrent
+        assert mixer is not None, "the model has no recurrent layers"
+        wide = torch.promote_types(dtype, torch.float32)
+        self.num_sequences = num_sequences
+        self._recurrent = {
+            layer: [torch.zeros(mixer.state_shape, dtype=wide) for _ in range(num_sequences)] for layer in config.recurrent_layers
+        }
+        self._convolution = {
+            layer: [torch.zeros(mixer.conv_rows, mixer.channels, dtype=dtype) for _ in range(num_sequences)]
+            for layer in config.recurrent_layers
+        }
+
+    def begin_step(self, rows: Sequence[int]) -> None:
+        """Rows of the coming step, as `ResidentKVCache.begin_step`."""
+        if len(rows) != self.num_sequences or min(rows) < 0:
+            raise ValueError(f"begin_step: need {self.num_sequences} row counts, got {list(rows)}")
+        self.cu_seqlens = (0, *accumulate(rows))
+
+    def recurrent(self, layer: int) -> list[Tensor]:
+        """See `StatesInPlace.recurrent`."""
+        return self._recurrent[layer]
+
+    def convolution(self, layer: int) -> list[Tensor]:
+        """See `StatesInPlace.convolution`."""
+        return self._convolution[layer]
 
 
 class ResidentExperts:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError
 from rimuru_models.index import CheckpointIndex, open_index
-from rimuru_models.layout import TensorMap, resolve
+from rimuru_models.tensor_map import TensorMap, resolve, unused_parts
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -37,13 +37,14 @@ class CheckpointReader:
         model_dir: folder with config.json and *.safetensors files.
 
     Raises:
-        NotFoundError, CheckpointError: see `open_index`, `ModelConfig.from_dir`, `layout.resolve`; nothing stays open then.
+        NotFoundError, CheckpointError: see `open_index`, `ModelConfig.from_dir`, `tensor_map.resolve`; nothing stays open then.
 
     Attributes:
         index: where each tensor lies.
         config: the model's architecture.
         expert_dtype: torch dtype of every routed expert on disk.
         ignored: names of tensors that the model does not use.
+        unused_parts: whole parts among them, in words for a person (the vision part of a multimodal checkpoint, say).
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -52,6 +53,7 @@ class CheckpointReader:
         self._map: TensorMap = resolve(self.index, self.config)
         self.expert_dtype: torch.dtype = TORCH_DTYPES[self._map.expert_dtype]
         self.ignored: tuple[str, ...] = self._map.ignored
+        self.unused_parts: tuple[str, ...] = unused_parts(self.ignored)
         self._mappings: dict[Path, mmap.mmap] = {}
         self._closed = False
 
@@ -113,6 +115,19 @@ class CheckpointReader:
         """All experts of a sparse layer in order."""
         for expert in range(self.config.num_experts):
             yield self.expert(layer, expert)
+
+    def expert_extents(self, layer: int, expert: int) -> list[tuple[Path, int, int]]:
+        """Where the files have one routed expert's gate, up and down, in this order: (file, offset in bytes, bytes) of each run."""
+        names = self._map.experts[layer]
+        if names.fused is None:
+            return [self._extent(name, 0, 1) for name in names.per_expert[expert]]
+        return [self._extent(name, expert, self.config.num_experts) for name in names.fused]
+
+    def _extent(self, disk_name: str, index: int, parts: int) -> tuple[Path, int, int]:
+        """Part `index` of a tensor that is cut into `parts` along its first dimension."""
+        path, info = self.index.tensors[disk_name]
+        size = (info.stop - info.start) // parts
+        return path, self.index.headers[path].data_offset + info.start + index * size, size
 
     def check_tied(self) -> None:
         """With tied embeddings a checkpoint may still carry lm_head; it must then repeat the embeddings.

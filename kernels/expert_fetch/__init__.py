@@ -14,7 +14,7 @@ from rimuru_kernels.expert_fetch.state import COUNTER_NAMES, FetchPlan, LayerRes
 from rimuru_kernels.rms_norm import add_rms_norm
 from rimuru_kernels.topk_gating import topk_gating
 
-__all__ = ["COUNTER_NAMES", "FetchPlan", "LayerResidency", "ResolvePolicy", "fetch", "resolve", "route"]
+__all__ = ["COUNTER_NAMES", "FetchPlan", "LayerResidency", "ResolvePolicy", "fetch", "predict", "resolve", "route"]
 
 MAX_TOKENS = 64
 """Most tokens of a step whose residency is decided on the device; longer steps touch nearly all experts and are streamed."""
@@ -35,6 +35,7 @@ def _check(name: str, tokens: int, top_k: int, state: LayerResidency, plan: Fetc
         ("plan.count", plan.count, torch.int32, (1,)),
         ("plan.scratch", plan.scratch, torch.int32, (plan.scratch.shape[0], pages)),
         ("plan.arrived", plan.arrived, torch.int32, (1,)),
+        ("plan.tally", plan.tally, torch.int64, (experts,)),
     ]
     for label, tensor, dtype, shape in expected:
         if tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_contiguous() or tensor.device != device:
@@ -61,10 +62,11 @@ def resolve(
 ) -> None:
     """Make room for the experts that a step lacks, and list what to copy.
 
-    Scores: s <- decay * s + w / (sum of the token's w) for each token in turn. Among the selected experts the absent ones are misses, best
-    score first. Each takes the pages of the resident, unselected expert with the lowest score (equals: the lowest index), which becomes
-    absent at once. With at least 2 * top_k residents in the layer one token always finds room; where there is none, the expert's row of
-    plan.entries is -1 and the counter "unplaced" grows.
+    Scores: s <- decay * s + w / (sum of the token's w) for each token in turn; a share that is NaN or outside 0 .. 1 adds nothing. Among
+    the selected experts the absent ones are misses, best score first. Each takes the pages of the resident, unselected expert with the
+    lowest score (equals: the lowest index), which becomes absent at once; an expert that the device cannot read again keeps its pages.
+    With at least 2 * top_k residents in the layer one token always finds room; where there is none, the next scratch row of the plan serves
+    for this step; without one, the expert's row of plan.entries is -1 and the counter "unplaced" grows.
 
     Args:
         topk_ids: int32 or int64 [T, k], T <= 64; negative ids select nothing.
@@ -108,6 +110,7 @@ def route(
     policy: ResolvePolicy = ResolvePolicy(),  # noqa: B008 (frozen)
     *,
     num_tokens: Tensor | None = None,
+    given: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """From attention's output to the list of copies in one launch: residual add, norm, router, top-k gating, `resolve`.
 
@@ -119,6 +122,8 @@ def route(
         router: [E, d] in the same dtype. Logits are accumulated and kept in float32.
         top_k, renormalize: as for `topk_gating`.
         state, plan, policy, num_tokens: as for `resolve`; rows from num_tokens on get ids of -1 and weights of 0.
+        given: (ids int64 [T, k], weights float32 [T, k]), a recorded choice that is resolved and returned instead of the router's, whose
+            work is done all the same.
 
     Returns:
         new residual [T, d], its norm [T, d] (the experts' input), weights float32 [T, k], ids int64 [T, k] ascending.
@@ -134,6 +139,11 @@ def route(
     if experts != state.entries.shape[0]:
         raise ValueError(f"route: a router of {experts} experts, residency of {state.entries.shape[0]}")
     _check("route", x.shape[0], top_k, state, plan, x.device)
+    if given is not None and any(
+        t.shape != (x.shape[0], top_k) or t.dtype is not dtype or not t.is_contiguous() or t.device != x.device
+        for t, dtype in zip(given, (torch.int64, torch.float32), strict=True)
+    ):
+        raise ValueError(f"route: a given routing must be int64 and float32 [{x.shape[0]}, {top_k}], contiguous and on {x.device}")
     if x.is_cuda:
         from rimuru_kernels.expert_fetch import kernel
 
@@ -141,34 +151,80 @@ def route(
         weights = torch.empty((x.shape[0], top_k), dtype=torch.float32, device=x.device)
         ids = torch.empty((x.shape[0], top_k), dtype=torch.int64, device=x.device)
         kernel.route(
-            x, residual, norm_weight, eps, router, renormalize, hidden, residual_out, ids, weights, state, plan, policy, num_tokens
+            x, residual, norm_weight, eps, router, renormalize, hidden, residual_out, ids, weights, state, plan, policy, num_tokens, given
         )
-        return residual_out, hidden, weights, ids
+        return residual_out, hidden, *((weights, ids) if given is None else (given[1], given[0]))
     residual_out, hidden = add_rms_norm(x, residual, norm_weight, eps)
     weights, ids = topk_gating(torch.nn.functional.linear(hidden.float(), router.float()), top_k, renormalize)
     if num_tokens is not None:
         weights[int(num_tokens) :] = 0.0
         ids[int(num_tokens) :] = -1
+    if given is not None:
+        ids, weights = given
     resolve(ids, weights, state, plan, policy, num_tokens=num_tokens)
     return residual_out, hidden, weights, ids
 
 
-def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int) -> None:
+def predict(
+    x: Tensor,
+    router: Tensor,
+    top_k: int,
+    state: LayerResidency,
+    plan: FetchPlan,
+    policy: ResolvePolicy = ResolvePolicy(),  # noqa: B008 (frozen)
+    *,
+    limit: int = 1,
+) -> None:
+    """Guess which experts a layer will select for a token, and make room for the likeliest of those that it lacks.
+
+    The top_k experts of softmax(router x) are the guess. Up to `limit` of its absent experts, largest weight first, each take the pages of
+    the resident with the lowest score that is not guessed, as in `resolve`, but only as long as the guess, were it true, would outrank it:
+    decay * s + w / (sum of the guess's w) > decay * s of the victim. Scores and the counters of uses and hits are not touched.
+
+    Args:
+        x: [1, d] contiguous, what an earlier layer's router saw.
+        router: [E, d] of the layer, in x's dtype.
+        state: the layer's tensors; entries and the counter "fetched" are updated.
+        plan: one of its own; receives sources, pages and count. Its copies must be complete before the layer's next `fetch` begins.
+        policy: only its decay counts.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+    """
+    if x.ndim != 2 or x.shape[0] != 1 or router.shape[1:] != x.shape[1:] or router.shape[0] != state.entries.shape[0]:
+        raise ValueError(f"predict: x {list(x.shape)}, router {list(router.shape)} and residency of {state.entries.shape[0]} experts")
+    if router.dtype is not x.dtype or not x.is_contiguous() or not router.is_contiguous() or limit < 1:
+        raise ValueError(f"predict: x {x.dtype} and router {router.dtype} must be contiguous and of one dtype, limit {limit} positive")
+    _check("predict", 1, top_k, state, plan, x.device)
+    if x.is_cuda:
+        from rimuru_kernels.expert_fetch import kernel
+
+        kernel.predict(x, router, top_k, state, plan, policy, limit)
+    else:
+        weights, ids = topk_gating(torch.nn.functional.linear(x.float(), router.float()), top_k, renormalize=True)
+        reference.predict(ids, weights, state, plan, policy, limit)
+
+
+def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int] | None = None) -> None:
     """Copy the experts that `plan` lists from host memory into the pool.
 
     Args:
         plan: of the preceding `resolve` or `route` on the same stream.
         pool: uint8 [bytes], 16-byte aligned.
         page_bytes: bytes of one of an expert's pages, a multiple of 16; an expert's pages follow one another in host memory.
+        columns: (first, end) of each expert's pages, to copy these alone; None: all.
 
     Raises:
         ValueError: sizes or dtypes out of range.
     """
     if page_bytes < 16 or page_bytes % 16 or pool.dtype is not torch.uint8 or pool.ndim != 1 or pool.device != plan.count.device:
         raise ValueError(f"fetch: pages of {page_bytes} bytes (a multiple of 16 is needed), pool {pool.dtype} {list(pool.shape)}")
+    columns = (0, plan.pages.shape[1]) if columns is None else columns
+    if not 0 <= columns[0] < columns[1] <= plan.pages.shape[1]:
+        raise ValueError(f"fetch: columns {columns} of {plan.pages.shape[1]} pages")
     if pool.is_cuda:
         from rimuru_kernels.expert_fetch import kernel
 
-        kernel.fetch(plan, pool, page_bytes)
+        kernel.fetch(plan, pool, page_bytes, columns)
     else:
-        reference.fetch(plan, pool, page_bytes)
+        reference.fetch(plan, pool, page_bytes, columns)

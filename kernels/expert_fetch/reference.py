@@ -25,13 +25,15 @@ def resolve(
         for expert, weight in zip(ids, weights, strict=True):
             if expert >= 0:
                 uses[expert] += 1
-                scores[expert] += weight / (total if total > 0 else 1.0)
+                share = weight / (total if total > 0 else 1.0)
+                scores[expert] += share if 0.0 <= share <= 1.0 else 0.0
     state.scores.copy_(torch.tensor(scores))
     scores = state.scores.tolist()  # compared as they are stored, in float32
 
     resident = (state.entries[:, 0] >= 0).tolist()
     misses = sorted((e for e in range(experts) if uses[e] and not resident[e]), key=lambda e: (-scores[e], e))
-    victims = sorted((e for e in range(experts) if resident[e] and not uses[e]), key=lambda e: (scores[e], e))
+    readable = (state.host != 0).tolist()
+    victims = sorted((e for e in range(experts) if resident[e] and readable[e] and not uses[e]), key=lambda e: (scores[e], e))
     for e in range(experts):
         if uses[e] and resident[e]:
             plan.entries[e] = state.entries[e]
@@ -40,7 +42,8 @@ def resolve(
         source = int(state.host[e])
         worthless = bool(victims) and scores[e] < scores[victims[0]]
         plan.entries[e] = -1
-        if source and policy.never_evict_better and lent < plan.scratch.shape[0] and (worthless or not victims):
+        room = lent < plan.scratch.shape[0] and int(plan.scratch[lent, 0]) >= 0
+        if source and room and (not victims or (policy.never_evict_better and worthless)):
             plan.entries[e] = plan.scratch[lent]
             lent += 1
         elif source and victims:
@@ -59,11 +62,33 @@ def resolve(
     state.counters.add_(torch.tensor([sum(uses), hits, copies, len(misses) - copies], device=state.counters.device))
 
 
-def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int) -> None:
+def predict(ids: Tensor, weights: Tensor, state: LayerResidency, plan: FetchPlan, policy: ResolvePolicy, limit: int) -> None:
+    """See `rimuru_kernels.expert_fetch.predict`; ids and weights [1, k] are the guess, weights summing to 1."""
+    guess = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))
+    scores = [policy.decay * score for score in state.scores.tolist()]
+    resident, readable = (state.entries[:, 0] >= 0).tolist(), (state.host != 0).tolist()
+    lacking = sorted((e for e in guess if not resident[e] and readable[e]), key=lambda e: (-guess[e], e))
+    victims = sorted((e for e in range(len(scores)) if resident[e] and readable[e] and e not in guess), key=lambda e: (scores[e], e))
+    copies = 0
+    for e, victim in zip(lacking[:limit], victims, strict=False):
+        if not scores[e] + guess[e] > scores[victim]:
+            break
+        row = state.entries[victim].clone()
+        state.entries[victim] = -1
+        state.entries[e] = row
+        plan.sources[copies] = state.host[e]
+        plan.pages[copies] = row
+        copies += 1
+    plan.count[0] = copies
+    state.counters[2] += copies
+
+
+def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int]) -> None:
     """See `rimuru_kernels.expert_fetch.fetch`; arguments are taken as checked. Sources are addresses of this process."""
     for row in range(int(plan.count)):
-        for column, entry in enumerate(plan.pages[row].tolist()):
+        entries = plan.pages[row].tolist()
+        for column in range(*columns):
             address = int(plan.sources[row]) + column * page_bytes
             content = (ctypes.c_uint8 * page_bytes).from_address(address)
-            start = entry * ENTRY_BYTES
+            start = entries[column] * ENTRY_BYTES
             pool[start : start + page_bytes] = torch.frombuffer(content, dtype=torch.uint8).to(pool.device)

@@ -19,7 +19,7 @@ class LayerResidency:
         entries: int32 [E, P], the P = 3 * tiles page entries of each resident expert (gate, up, down tiles); -1 in every column: absent.
         scores: float32 [E], decayed sum of routing shares, never negative; the engine seeds it from a hotset profile.
         host: int64 [E], device address of each expert's bytes (gate | up | down, P pages one after the other) in page-locked host
-            memory, a multiple of 16; 0: the device cannot read this expert.
+            memory, a multiple of 16; 0: the device cannot read this expert, so it stays where it is.
         counters: int64 [4], running sums: expert uses (token, expert), uses that were resident, experts copied, experts for which there
             was no place (the step's result is then wrong and the step must be repeated another way).
     """
@@ -39,8 +39,10 @@ class FetchPlan:
         sources: int64 [M], host addresses of the experts to copy.
         pages: int32 [M, P], where each goes.
         count: int32 [1], how many.
-        scratch: int32 [N, P], loading-buffer pages for misses that are not worth an eviction (N may be 0).
+        scratch: int32 [N, P], loading-buffer pages for misses that no resident can make room for, or that are not worth an eviction (see
+            `ResolvePolicy`); N may be 0, and rows of -1 at the end are not there.
         arrived: int32 [1], zero between launches.
+        tally: int64 [E], zero between launches.
     """
 
     entries: Tensor
@@ -49,6 +51,7 @@ class FetchPlan:
     count: Tensor
     scratch: Tensor
     arrived: Tensor
+    tally: Tensor
 
     @classmethod
     def create(
@@ -65,6 +68,7 @@ class FetchPlan:
             count=torch.zeros(1, dtype=torch.int32, device=device),
             scratch=scratch,
             arrived=torch.zeros(1, dtype=torch.int32, device=device),
+            tally=torch.zeros(num_experts, dtype=torch.int64, device=device),
         )
 
 

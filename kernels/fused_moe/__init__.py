@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rimuru_kernels.expert_fetch import FetchPlan, fetch
 from rimuru_kernels.fused_moe import reference
 from rimuru_kernels.fused_moe.reference import TokenWorkspace
-from rimuru_kernels.fused_moe.workspace import MoeWorkspace, workspace_bytes
+from rimuru_kernels.fused_moe.workspace import MoeWorkspace
 
-__all__ = ["MoeWorkspace", "TokenWorkspace", "expert_ffn", "paged_moe", "token_moe", "workspace_bytes"]
+__all__ = ["MoeWorkspace", "TokenWorkspace", "expert_ffn", "paged_moe", "token_moe"]
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -59,6 +60,7 @@ def paged_moe(
     *,
     out: Tensor | None = None,
     workspace: MoeWorkspace | None = None,
+    arriving: FetchPlan | None = None,
 ) -> Tensor:
     """One MoE layer whose expert weights are read where they lie, in pages of the pool: resident pages and loading buffers alike.
 
@@ -75,6 +77,8 @@ def paged_moe(
         f: expert intermediate size.
         out: [T, d] of x's dtype to write to, else a new tensor.
         workspace: scratch for at least T tokens, else one is made for this call.
+        arriving: of the preceding `expert_fetch.resolve` or `route`: the experts that it lists are copied into their pages as part of this
+            call, in small steps partly while it computes.
 
     Returns:
         [T, d], `out` where given: Σ over slots of topk_weights · W_down (silu(W_gate x) · (W_up x)).
@@ -85,7 +89,14 @@ def paged_moe(
     tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "pool": pool, "entries": entries}
     out = torch.empty_like(x) if out is None else out
     _check_paged(tensors | {"out": out}, f)
+    page_bytes = f * x.shape[1] * x.element_size() // (entries.shape[1] // 3)
+    if arriving is not None and (arriving.pages.shape[1] != entries.shape[1] or page_bytes % 16 or arriving.count.device != x.device):
+        raise ValueError(
+            f"paged_moe: a plan of {arriving.pages.shape[1]} pages an expert for pages of {page_bytes} bytes (16 divides them)"
+        )
     if not x.is_cuda:
+        if arriving is not None:
+            fetch(arriving, pool, page_bytes)
         return reference.paged_moe(x, topk_ids, topk_weights, pool, entries, f, out)
     from rimuru_kernels.fused_moe import launch
 
@@ -94,7 +105,7 @@ def paged_moe(
         workspace = MoeWorkspace(x.shape[0], *sizes)
     elif not workspace.holds(x.shape[0], *sizes):
         raise ValueError(f"paged_moe: the workspace was made for other sizes than T = {x.shape[0]} and k, E, f, d, dtype, device = {sizes}")
-    return launch.run(x, topk_ids, topk_weights, launch.paged_weights(pool, entries, x.dtype), f, out, workspace)
+    return launch.run(x, topk_ids, topk_weights, launch.paged_weights(pool, entries, x.dtype), f, out, workspace, arriving=arriving)
 
 
 def _check_paged(tensors: dict[str, Tensor], f: int) -> None:

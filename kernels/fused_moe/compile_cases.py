@@ -6,8 +6,9 @@ from typing import Any
 
 from rimuru_kernels.compile_check import CompileCase
 from rimuru_kernels.fused_moe import kernel
-from rimuru_kernels.fused_moe.configs import COUNT_TOKENS, GEMM_2_BYTES, GEMM_4_BYTES, ROWS_2_BYTES, ROWS_4_BYTES, GemmConfig
-from rimuru_kernels.fused_moe.launch import COUNT_LINES, ROUTE_CHUNK
+from rimuru_kernels.fused_moe.configs import GEMM_2_BYTES, GEMM_4_BYTES, ROWS_2_BYTES, ROWS_4_BYTES, GemmConfig
+from rimuru_kernels.fused_moe.launch import COPIERS, COUNT_LINES, ROUTE_CHUNK, WORDS
+from rimuru_kernels.sizes import COUNT_TOKENS
 
 TOP_K, F, D = 8, 768, 2048
 
@@ -57,9 +58,9 @@ def _gemm_case(type_name: str, itemsize: int, config: GemmConfig, gated: bool, d
 def _row_cases(type_name: str, itemsize: int) -> list[CompileCase]:
     wide, tall = ROWS_2_BYTES if itemsize == 2 else ROWS_4_BYTES
     signature = dict.fromkeys(("x_ptr", "w_ptr", "h_ptr", "out_ptr"), f"*{type_name}")
-    signature |= {"ids_ptr": "*i64", "entries_ptr": "*i32", "weights_ptr": "*fp32"}
+    signature |= {"ids_ptr": "*i64", "entries_ptr": "*i32", "weights_ptr": "*fp32", "sources": "*i64", "pages": "*i32", "count": "*i32"}
     sizes = _pages(itemsize) | {"F": F, "D": D}
-    up = sizes | {"BN": wide.rows, "BK": wide.columns}
+    up = sizes | {"BN": wide.rows, "BK": wide.columns, "COPIERS": -(-COPIERS // TOP_K), "WORDS": WORDS}
     down = sizes | {"BN": tall.rows, "BK": tall.columns, "SLOTS": TOP_K}
     return [
         CompileCase(f"gate_up_rows {type_name}", kernel.gate_up_rows, signature, up, wide.warps, 3),

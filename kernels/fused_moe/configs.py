@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from rimuru_kernels.sizes import sorts
+
 
 class RowsConfig(NamedTuple):
     """Blocks of one of the two row kernels: weight rows, columns read at a time, warps."""
@@ -39,13 +41,8 @@ class Plan(NamedTuple):
     gemm: tuple[GemmConfig, GemmConfig] | None
 
 
-SMALLEST_TILE = 16
-COUNT_TOKENS = 64
-"""Tokens that a program of `count_pairs` and `place_pairs` deals with."""
 MAX_ONE_LAUNCH_PAIRS = 16384
 """Up to this many pairs, sorting in one launch is faster than counting first."""
-ROWS_SHARE = 0.8
-"""Up to this many pairs per expert, reading rows pair by pair is faster than sorting."""
 
 ROWS_2_BYTES = (RowsConfig(2, 1024, 4), RowsConfig(2, 256, 4))
 ROWS_4_BYTES = (RowsConfig(4, 512, 4), RowsConfig(2, 128, 4))
@@ -81,13 +78,3 @@ def choose_plan(num_tokens: int, top_k: int, num_experts: int, itemsize: int) ->
         if pairs_per_expert <= limit:
             return Plan(None, (gate_up, down))
     raise AssertionError("the last row of the table has no limit")
-
-
-def sorts(num_tokens: int, top_k: int, num_experts: int) -> bool:
-    """Whether a call of these sizes sorts its pairs by expert."""
-    return num_tokens > 1 and num_tokens * top_k > ROWS_SHARE * num_experts
-
-
-def max_tiles(num_pairs: int, num_experts: int, tile_tokens: int) -> int:
-    """Most tiles that any routing of num_pairs over num_experts can need: full ones, and one that is not full per expert in use."""
-    return num_pairs // tile_tokens + min(num_experts, num_pairs)

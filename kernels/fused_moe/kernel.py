@@ -26,6 +26,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rimuru_kernels.expert_fetch.kernel import copy_pieces
+
 TILE_FIELDS = tl.constexpr(8)
 """int32 per row of the tile table: first row, end row, expert, gate entry, up entry, down entry, two unused."""
 
@@ -57,6 +59,9 @@ def gate_up_rows(
     w_ptr,
     entries_ptr,
     h_ptr,
+    sources,
+    pages,
+    count,
     TOPK: tl.constexpr,
     F: tl.constexpr,
     D: tl.constexpr,
@@ -65,13 +70,27 @@ def gate_up_rows(
     BN: tl.constexpr,
     BK: tl.constexpr,
     PAGED: tl.constexpr,
+    COPIERS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """h [P, f] of a few pairs. Grid (P, ceil(f / BN)): pairs fastest, so that pairs of one expert read its rows at the same time."""
+    """h [P, f] of a few pairs. Grid (P, COPIERS + ceil(f / BN)): pairs fastest, so that pairs of one expert read its rows at the same time.
+
+    The first COPIERS·P programs copy the down projections that are still missing (see `expert_fetch`), which `down_rows` needs, while the
+    others compute; neither waits for the other.
+    """
     pair = tl.program_id(0)
+    if COPIERS > 0:  # noqa: SIM102 - known when compiling
+        if tl.program_id(1) < COPIERS:
+            program = tl.program_id(1) * tl.num_programs(0) + pair
+            copy_pieces(
+                sources, pages, count, w_ptr, program, tl.num_programs(0) * COPIERS,
+                2 * TILES, 3 * TILES, 3 * TILES, F * D // TILES * (256 // UNIT) // 8, WORDS,
+            )  # fmt: skip
+            return
     expert = tl.load(ids_ptr + pair).to(tl.int32)
     if expert < 0:
         return
-    row = tl.program_id(1) * BN + tl.arange(0, BN)
+    row = (tl.program_id(1) - COPIERS) * BN + tl.arange(0, BN)
     inside = tl.minimum(row, F - 1)
     gate = w_ptr + _row_start(entries_ptr, expert, inside, 0, F, D, TILES, UNIT, PAGED)
     up = w_ptr + _row_start(entries_ptr, expert, inside, 1, F, D, TILES, UNIT, PAGED)

@@ -7,11 +7,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rimuru_kernels.expert_fetch import FetchPlan
+from rimuru_kernels.expert_fetch.kernel import fetch
 from rimuru_kernels.fused_moe import kernel
-from rimuru_kernels.fused_moe.configs import COUNT_TOKENS, MAX_ONE_LAUNCH_PAIRS, GemmConfig, Plan, RowsConfig, choose_plan, max_tiles
-from rimuru_kernels.fused_moe.workspace import TABLE_FIELDS, MoeWorkspace
+from rimuru_kernels.fused_moe.configs import MAX_ONE_LAUNCH_PAIRS, GemmConfig, Plan, RowsConfig, choose_plan
+from rimuru_kernels.fused_moe.workspace import MoeWorkspace
+from rimuru_kernels.sizes import COUNT_TOKENS, TABLE_FIELDS, max_tiles
 
 ENTRY_BYTES = 256
+COPIERS = 128
+"""Least programs that copy while others compute. The link is full with about 1 MiB on its way, whoever reads."""
+WORDS = 2048
+"""int64 words that one of them copies at a time."""
 ROUTE_CHUNK = 4096
 """Pairs that a program of `route` looks at at once."""
 COUNT_LINES = 64
@@ -48,17 +55,23 @@ def run(
     out: Tensor,
     workspace: MoeWorkspace,
     plan: Plan | None = None,
+    arriving: FetchPlan | None = None,
 ) -> Tensor:
     """Computes one layer. x [T, d]; topk_ids [T, k]; topk_weights float32 [T, k]; out [T, d]; all contiguous; x, out, weights of one dtype.
 
-    `plan` replaces the table's choice, for measurements.
+    `plan` replaces the table's choice, for measurements. The experts that `arriving` lists are copied into their pages first, or, what is
+    needed last, meanwhile.
     """
     num_tokens, top_k = topk_ids.shape
     if num_tokens == 0:
         return out
     plan = plan or choose_plan(num_tokens, top_k, weights.num_experts, x.element_size())
+    if arriving is not None:
+        page_bytes = f * x.shape[1] * x.element_size() // weights.tiles
+        first = (0, (2 if plan.rows is not None else 3) * weights.tiles)
+        fetch(arriving, weights.gate_up.view(torch.uint8), page_bytes, first)
     if plan.rows is not None:
-        _run_rows(x, topk_ids, topk_weights, weights, f, out, workspace, plan.rows)
+        _run_rows(x, topk_ids, topk_weights, weights, f, out, workspace, plan.rows, arriving)
     else:
         assert plan.gemm is not None
         _run_gemm(x, topk_ids, topk_weights, weights, f, out, workspace, plan.gemm)
@@ -78,6 +91,7 @@ def _run_rows(
     out: Tensor,
     workspace: MoeWorkspace,
     configs: tuple[RowsConfig, RowsConfig],
+    arriving: FetchPlan | None,
 ) -> None:
     num_tokens, top_k = topk_ids.shape
     d = x.shape[1]
@@ -85,9 +99,12 @@ def _run_rows(
     # Without pages the kernel never looks at the entries, but it needs a pointer.
     entries = weights.entries if weights.entries is not None else topk_ids
     shared = _shared(weights, x.element_size())
-    kernel.gate_up_rows[(num_tokens * top_k, -(-f // wide.rows))](
-        x, topk_ids, weights.gate_up, entries, workspace.hidden,
-        TOPK=top_k, F=f, D=d, BN=wide.rows, BK=min(wide.columns, power_of_two(d)), num_warps=wide.warps, **shared,
+    copiers = 0 if arriving is None else -(-COPIERS // (num_tokens * top_k))
+    copies = (None, None, None) if arriving is None else (arriving.sources, arriving.pages, arriving.count)
+    kernel.gate_up_rows[(num_tokens * top_k, copiers - (-f // wide.rows))](
+        x, topk_ids, weights.gate_up, entries, workspace.hidden, *copies,
+        TOPK=top_k, F=f, D=d, BN=wide.rows, BK=min(wide.columns, power_of_two(d)), COPIERS=copiers, WORDS=WORDS, num_warps=wide.warps,
+        **shared,
     )  # fmt: skip
     kernel.down_rows[(num_tokens, -(-d // tall.rows))](
         workspace.hidden, topk_ids, topk_weights, weights.down, entries, out,

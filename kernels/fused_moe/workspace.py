@@ -1,12 +1,10 @@
-"""Scratch memory of the MoE kernels: made once for the largest batch, used by every layer in turn."""
+"""Scratch memory of the MoE kernels: made once for the largest batch, used by every layer in turn. See also `sizes`."""
 
 from __future__ import annotations
 
 import torch
 
-from rimuru_kernels.fused_moe.configs import COUNT_TOKENS, SMALLEST_TILE, max_tiles, sorts
-
-TABLE_FIELDS = 8
+from rimuru_kernels.sizes import COUNT_TOKENS, SMALLEST_TILE, TABLE_FIELDS, max_tiles, sorts
 
 
 class MoeWorkspace:
@@ -52,13 +50,3 @@ class MoeWorkspace:
             and self.contributions.shape[1] == d
             and (self.hidden.dtype, self.hidden.device) == (dtype, device)
         )
-
-
-def workspace_bytes(max_tokens: int, top_k: int, num_experts: int, f: int, d: int, itemsize: int) -> int:
-    """Bytes that a MoeWorkspace of these sizes holds, to budget them before anything is allocated."""
-    pairs = max_tokens * top_k
-    hidden = pairs * f * itemsize + (num_experts + 1) * 4
-    if not sorts(max_tokens, top_k, num_experts):
-        return hidden
-    tables = -(-max_tokens // COUNT_TOKENS) * num_experts + max_tiles(pairs, num_experts, SMALLEST_TILE) * TABLE_FIELDS
-    return hidden + pairs * (d * itemsize + 4) + tables * 4

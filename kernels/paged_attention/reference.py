@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from rimuru_kernels.paged_attention.layout import ENTRY_BYTES, KVLayout
-
-# Most scores held at once (floats); longer prefills are done in groups of rows, so that memory does not grow with rows x tokens.
-MAX_SCORES = 1 << 22
+from rimuru_kernels.sizes import MAX_SCORES
 
 
 def store_kv(k: Tensor, v: Tensor, key_pages: Sequence[Tensor], value_pages: Sequence[Tensor], start: int) -> None:

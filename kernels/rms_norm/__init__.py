@@ -13,18 +13,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [..., n] floating point, any strides.
-        weight: [n], dtype and device of x.
+        weight: [n], on the device of x and of its dtype, or float32.
         eps: added to the mean square.
 
     Returns:
-        [..., n] new tensor in x's dtype. Half-precision inputs are normalised in float32, rounded, then scaled by weight.
+        [..., n] new tensor in x's dtype. Half-precision inputs are normalised in float32. With a weight of their dtype they are rounded,
+        then scaled by it; with a float32 weight they are scaled by it first (as the norms of Qwen3-Next are).
 
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
     """
     if weight.ndim != 1 or x.ndim < 1 or x.shape[-1] != weight.shape[0]:
         raise ValueError(f"rms_norm: weight {list(weight.shape)} does not fit the last dimension of x {list(x.shape)}")
-    if x.dtype is not weight.dtype or x.device != weight.device or not x.dtype.is_floating_point:
+    if not _goes_with(weight, x):
         raise ValueError(
             f"rms_norm: x is {x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}; need one floating dtype and device"
         )
@@ -48,12 +49,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     """
     if x.ndim != 2 or residual.shape != x.shape or residual.dtype is not x.dtype or not residual.is_contiguous():
         raise ValueError(f"add_rms_norm: x {x.dtype} {list(x.shape)} and residual {residual.dtype} {list(residual.shape)} must match")
-    if weight.shape != x.shape[1:] or weight.dtype is not x.dtype or residual.device != x.device or weight.device != x.device:
+    if weight.shape != x.shape[1:] or not _goes_with(weight, x) or residual.device != x.device:
         raise ValueError(f"add_rms_norm: weight {weight.dtype} {list(weight.shape)} does not fit x {x.dtype} {list(x.shape)}")
     if x.is_cuda and x.numel() and x.dtype is not torch.float64:
         return residual, _launch(x, weight, eps, residual)
     residual += x
     return residual, rms_norm_reference(residual, weight, eps)
+
+
+def _goes_with(weight: Tensor, x: Tensor) -> bool:
+    same = weight.dtype is x.dtype or (weight.dtype is torch.float32 and x.dtype.itemsize < 4)
+    return same and weight.device == x.device and x.dtype.is_floating_point
 
 
 def _launch(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Tensor:

@@ -26,7 +26,7 @@ def _rms_norm(x, residual, weight, out, residual_out, eps, x_stride, N: tl.const
     if residual is not None:
         value = (value.to(tl.float32) + tl.load(residual + row * N + i, mask=mask, other=0.0).to(tl.float32)).to(dtype)
         tl.store(residual_out + row * N + i, value, mask=mask)
-    tl.store(out + row * N + i, normalize_row(value.to(tl.float32), scale, eps, N, dtype).to(dtype), mask=mask)
+    tl.store(out + row * N + i, normalize_row(value.to(tl.float32), scale, eps, N, weight.dtype.element_ty).to(dtype), mask=mask)
 
 
 def rms_norm(

@@ -23,6 +23,8 @@ def _constants(n: int, eps: float, dtype: torch.dtype, device: torch.device) -> 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `rimuru_kernels.rms_norm.rms_norm`; arguments are taken as checked."""
     if x.dtype.itemsize < 4:
+        if weight.dtype is torch.float32:
+            return rms_norm_reference(x.float(), weight, eps).to(x.dtype)
         return rms_norm_reference(x.float(), torch.ones_like(weight, dtype=torch.float32), eps).to(x.dtype).mul_(weight)
     floor, root = _constants(x.shape[-1], eps, x.dtype, x.device)
     length = torch.linalg.vector_norm(x, 2, -1, True)

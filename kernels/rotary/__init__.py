@@ -1,4 +1,4 @@
-"""Rotary position embedding, half-rotation form, over the whole head."""
+"""Rotary position embedding, half-rotation form, over the whole head or its first dimensions."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def rotary_tables(positions: Tensor, inv_freq: Tensor, dtype: torch.dtype) -> tu
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every head: (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of D (Su et al. 2021, arXiv 2104.09864).
+    """Rotate every head: (a, b) -> (a cos - b sin, b cos + a sin), a and b the halves of R (Su et al. 2021, arXiv 2104.09864).
 
     Args:
         x: [T, H, D], any strides.
-        cos, sin: [T, 1, D] from `rotary_tables`, in x's dtype.
+        cos, sin: [T, 1, R] from `rotary_tables`, in x's dtype; where R < D, the dimensions from R on are left as they are.
 
     Returns:
         [T, H, D] new tensor.
@@ -44,7 +44,9 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ValueError: shapes or dtypes that do not go together.
     """
     shape = x.shape
-    if len(shape) != 3 or shape[2] % 2 or cos.shape != (shape[0], 1, shape[2]) or sin.shape != cos.shape:
+    rotated = cos.shape[-1] if cos.ndim == 3 else 0
+    fits = len(shape) == 3 and cos.shape == (shape[0], 1, rotated) and sin.shape == cos.shape
+    if not fits or rotated % 2 or not 0 < rotated <= shape[2]:
         raise ValueError(f"rotary: tables {list(cos.shape)}, {list(sin.shape)} do not fit x {list(shape)}")
     if x.dtype is not cos.dtype or x.dtype is not sin.dtype:
         raise ValueError(f"rotary: x is {x.dtype}, tables are {cos.dtype} and {sin.dtype}")

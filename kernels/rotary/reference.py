@@ -19,7 +19,10 @@ def rotary_tables_reference(positions: Tensor, inv_freq: Tensor, dtype: torch.dt
 
 def rotary_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """See `rimuru_kernels.rotary.rotary`; arguments are taken as checked."""
-    return torch.mul(x, cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    rotated = cos.shape[-1]
+    if rotated < x.shape[-1]:
+        return torch.cat((rotary_reference(x[..., :rotated], cos, sin), x[..., rotated:]), -1)
+    return torch.mul(x, cos).addcmul_(x.roll(rotated // 2, -1), sin)
 
 
 def rotary_store_reference(

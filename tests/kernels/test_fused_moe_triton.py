@@ -15,8 +15,10 @@ if not ON_GPU:
 
 pytest.importorskip("triton", reason="needs triton, which torch brings on Linux")
 
-from rimuru_kernels.fused_moe import MoeWorkspace, launch, paged_moe, workspace_bytes  # noqa: E402
-from rimuru_kernels.fused_moe.configs import GemmConfig, Plan, RowsConfig, choose_plan, max_tiles  # noqa: E402
+from rimuru_kernels.expert_fetch import FetchPlan  # noqa: E402
+from rimuru_kernels.fused_moe import MoeWorkspace, launch, paged_moe  # noqa: E402
+from rimuru_kernels.fused_moe.configs import GemmConfig, Plan, RowsConfig, choose_plan  # noqa: E402
+from rimuru_kernels.sizes import max_tiles, moe_workspace_bytes  # noqa: E402
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 ROWS = Plan((RowsConfig(16, 64, 4), RowsConfig(16, 32, 4)), None)
@@ -62,7 +64,9 @@ class Layer:
                     out[token] += weight * (self.down[expert].double() @ (torch.nn.functional.silu(g) * u))
         return out
 
-    def run(self, plan: Plan | None, x: Tensor, ids: Tensor, weights: Tensor, *, contiguous: bool = False) -> Tensor:
+    def run(
+        self, plan: Plan | None, x: Tensor, ids: Tensor, weights: Tensor, *, contiguous: bool = False, arriving: FetchPlan | None = None
+    ) -> Tensor:
         """Through the launcher, with everything that it writes poisoned before."""
         workspace = MoeWorkspace(max(99, x.shape[0]), ids.shape[1], self.entries.shape[0], self.f, self.d, self.dtype, DEVICE)
         workspace.hidden.fill_(torch.nan)
@@ -74,7 +78,7 @@ class Layer:
         else:
             places = launch.paged_weights(self.pool, self.entries, self.dtype)
         out = torch.full_like(x, torch.nan, device=DEVICE)
-        launch.run(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), places, self.f, out, workspace, plan)
+        launch.run(x.to(DEVICE), ids.to(DEVICE), weights.to(DEVICE), places, self.f, out, workspace, plan, arriving)
         return out.cpu()
 
 
@@ -104,8 +108,11 @@ def test_against_float64(tokens: int, k: int, experts: int, f: int, d: int, tile
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_absent_experts_are_never_read(plan: str) -> None:
+@pytest.mark.parametrize("entry", [-1, 2**31 - 1], ids=["before the pool", "far behind it"])
+def test_absent_experts_are_never_read(plan: str, entry: int) -> None:
+    """Half a tebibyte behind the pool nothing is mapped: reading there would end the process (on a GPU, fail the next call)."""
     layer = Layer(6, 32, 32, torch.float32, present=[1, 4])
+    layer.entries[layer.entries < 0] = entry
     x, weights = _inputs(9, 3, 32, torch.float32)
     ids = torch.tensor([1, 4])[torch.randint(2, (9, 3))]
     _close(layer.run(PLANS[plan], x, ids, weights), layer.expected(x, ids, weights), torch.float32)
@@ -197,7 +204,7 @@ def test_sorting_in_one_and_in_two_launches(tokens: int, k: int, experts: int, m
 @pytest.mark.parametrize("tokens", [1, 2, 3, 300])
 def test_workspace_is_as_large_as_budgeted(tokens: int) -> None:
     workspace = MoeWorkspace(tokens, 3, 10, 32, 64, torch.float16, DEVICE)
-    assert workspace.num_bytes == workspace_bytes(tokens, 3, 10, 32, 64, 2)
+    assert workspace.num_bytes == moe_workspace_bytes(tokens, 3, 10, 32, 64, 2)
     assert not workspace.holds(tokens + 1, 3, 10, 32, 64, torch.float16, DEVICE)
 
 
@@ -244,3 +251,50 @@ def test_shipped_plans_in_a_graph(tokens: int) -> None:
         out.fill_(torch.nan)
         graph.replay()
         _close(out.cpu(), layer.expected(x.cpu(), ids.cpu(), weights.cpu()), torch.bfloat16)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("missing", [0, pytest.param(3, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_experts_that_are_still_to_be_copied(plan: str, missing: int, tiles: int) -> None:
+    """Listed experts are copied in the same call, some of them while others are computed; the interpreter cannot follow addresses."""
+    if missing and not ON_GPU:
+        pytest.skip("the interpreter cannot follow addresses stored in a tensor")
+    layer = Layer(6, 64, 32, torch.float16, tiles)
+    x, weights = _inputs(5, 3, 32, torch.float16)
+    ids = torch.rand(5, 6).argsort(1)[:, :3].contiguous()
+    expected = layer.run(PLANS[plan], x, ids, weights)
+    host, arriving = take_away(layer, missing)
+    assert not missing or layer.run(PLANS[plan], x, ids, weights).isnan().any(), "nothing was taken away"
+    assert torch.equal(layer.run(PLANS[plan], x, ids, weights, arriving=arriving), expected)
+    assert len(host) == missing
+
+
+def test_experts_that_are_still_to_be_copied_in_plain_torch() -> None:
+    layer = Layer(6, 64, 32, torch.float16, 2)
+    x, weights = (t.to(DEVICE) for t in _inputs(5, 3, 32, torch.float16))
+    ids = (torch.rand(5, 6).argsort(1)[:, :3].contiguous()).to(DEVICE)
+    expected = paged_moe(x, ids, weights, layer.pool, layer.entries, layer.f)
+    host, arriving = take_away(layer, 4)
+    assert torch.equal(paged_moe(x, ids, weights, layer.pool, layer.entries, layer.f, arriving=arriving), expected)
+    wrong = FetchPlan.create(6, 3, 6, DEVICE)
+    with pytest.raises(ValueError, match="a plan of 3 pages"):
+        paged_moe(x, ids, weights, layer.pool, layer.entries, layer.f, arriving=wrong)
+    assert len(host) == 4
+
+
+def take_away(layer: Layer, count: int) -> tuple[Tensor, FetchPlan]:
+    """The bytes of the first experts in host memory, their pages poisoned, and a plan that lists them."""
+    pages, page_bytes = layer.entries.shape[1], layer.f * layer.d * layer.dtype.itemsize // (layer.entries.shape[1] // 3)
+    host = torch.empty(count, pages * page_bytes, dtype=torch.uint8)
+    host = host.pin_memory() if ON_GPU else host
+    plan = FetchPlan.create(layer.entries.shape[0], pages, layer.entries.shape[0], DEVICE)
+    plan.count.fill_(count)
+    for expert in range(count):
+        plan.sources[expert] = host.data_ptr() + expert * pages * page_bytes
+        plan.pages[expert] = layer.entries[expert]
+        for column, entry in enumerate(layer.entries[expert].tolist()):
+            page = layer.pool[entry * 256 : entry * 256 + page_bytes]
+            host[expert, column * page_bytes : (column + 1) * page_bytes] = page.cpu()
+            page.fill_(0xFF)
+    return host, plan

@@ -35,6 +35,18 @@ def test_rms_norm(rows: int, n: int, dtype: torch.dtype) -> None:
     assert relative_error(out, norm_by_hand(total, weight, 1e-6)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.itemsize < 4], ids=str)
+def test_rms_norm_with_a_float32_weight_rounds_once(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(5, 96).to(DEVICE, dtype), (torch.rand(96) + 0.5).to(DEVICE)
+    out = poisoned(5, 96, dtype=dtype)
+    rms_norm_kernel.rms_norm(x, weight, 1e-6, out)
+    expected = norm_by_hand(x, weight, 1e-6).to(dtype)
+    assert (out != expected).float().mean() < 0.01
+    rounded_twice = poisoned(5, 96, dtype=dtype)
+    rms_norm_kernel.rms_norm(x, weight.to(dtype), 1e-6, rounded_twice)
+    assert (rounded_twice != expected).float().mean() > 0.1
+
+
 def test_add_rms_norm_updates_the_residual() -> None:
     x, residual, weight = torch.randn(2, 8), torch.randn(2, 8), torch.rand(8)
     want = x + residual
@@ -105,6 +117,24 @@ def test_rotary_store(tokens: int, heads: int, kv_heads: int, head_dim: int, nor
     exact = wide_pool.view(-1, wide_units * 256)[:, : wide.page_bytes(8)].view(torch.float64)
     assert torch.equal(stored.isnan(), exact.isnan())
     assert relative_error(stored.nan_to_num(), exact.nan_to_num()) < TOLERANCE[dtype]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="needs an NVIDIA GPU")
+def test_rotary_store_beyond_two_to_the_31_elements() -> None:
+    layout, far = KVLayout(4, 2, 64), 5 << 30
+    pool = torch.empty(far + 4 * layout.page_bytes(2), dtype=torch.uint8, device=DEVICE)
+    near = torch.empty(4 * layout.page_bytes(2), dtype=torch.uint8, device=DEVICE)
+    qkv, positions = torch.randn(3, 8 * 64, device=DEVICE).bfloat16(), torch.tensor([0, 5, 11], device=DEVICE)
+    cos, sin = rotary_tables(positions, 10000.0 ** -(torch.arange(0, 64, 2, device=DEVICE) / 64), torch.float32)
+    outs = []
+    for memory, first in ((near, 0), (pool, far // 256)):
+        memory[first * 256 :].fill_(0xFF)
+        table = (first + torch.arange(4) * (layout.page_bytes(2) // 256)).to(DEVICE, torch.int32).repeat(3, 1)
+        outs.append(rotary_store(qkv, cos, sin, memory, table, positions, layout))
+    assert torch.equal(*outs)
+    stored = pool[far:].view(torch.int16)
+    assert torch.equal(stored, near.view(torch.int16)) and not (stored == -1).all()
 
 
 def test_rotary_store_refuses_what_does_not_fit() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rimuru_kernels.rms_norm import rms_norm
+from rimuru_kernels.rms_norm import add_rms_norm, rms_norm
 
 
 def by_hand(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -36,6 +36,17 @@ def test_half_precision_is_normalised_in_float32(dtype: torch.dtype) -> None:
     torch.testing.assert_close(rms_norm(x, weight, 1e-5), expected, atol=0, rtol=2**-7)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_float32_weight_scales_before_rounding(dtype: torch.dtype) -> None:
+    x, weight = torch.randn(64, 40).to(dtype), 1.0 + 0.1 * torch.randn(40)
+    expected = by_hand(x, weight, 1e-6).to(dtype)
+    out, (hidden, added) = rms_norm(x, weight, 1e-6), add_rms_norm(torch.zeros_like(x), x.clone(), weight, 1e-6)
+    assert out.dtype is added.dtype is dtype
+    assert torch.equal(hidden, x) and torch.equal(out, added)
+    assert (out != expected).float().mean() < 0.01, "rounded once"
+    assert (rms_norm(x, weight.to(dtype), 1e-6) != expected).float().mean() > 0.1, "the other order rounds twice"
+
+
 def test_views_are_read_and_nothing_is_overwritten() -> None:
     base, weight = torch.randn(5, 3, 20), torch.randn(10)
     kept = base.clone()
@@ -64,6 +75,8 @@ def test_works_in_and_out_of_inference_mode() -> None:
         (torch.ones(2, 4), torch.ones(1, 4)),
         (torch.tensor(1.0), torch.ones(1)),
         (torch.ones(2, 4), torch.ones(4).double()),
+        (torch.ones(2, 4), torch.ones(4).half()),
+        (torch.ones(2, 4).double(), torch.ones(4)),
         (torch.ones(2, 4).int(), torch.ones(4).int()),
         (torch.ones(2, 4), torch.ones(4, device="meta")),
     ],

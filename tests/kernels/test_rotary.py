@@ -34,6 +34,14 @@ def test_formula(tokens: int, heads: int, head_dim: int, first: int) -> None:
     assert torch.equal(x, kept)
 
 
+def test_partial_rotation_leaves_the_other_dimensions() -> None:
+    x = torch.randn(5, 3, 20)[..., 2:]
+    cos, sin = rotary_tables(torch.arange(7, 12), inv_freq(6), torch.float32)
+    out = rotary(x, cos, sin)
+    torch.testing.assert_close(out[..., :6].double(), by_hand(x[..., :6], torch.arange(7, 12), inv_freq(6)), atol=1e-5, rtol=1e-5)
+    assert torch.equal(out[..., 6:], x[..., 6:]) and not torch.allclose(out[..., :6], x[..., :6])
+
+
 def test_position_zero_changes_nothing() -> None:
     x = torch.randn(2, 3, 16)
     assert torch.equal(rotary(x, *rotary_tables(torch.zeros(2, dtype=torch.int64), inv_freq(16), torch.float32)), x)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.loader import load_model
-from rimuru_models.resident import ResidentExperts, ResidentKVCache
+from rimuru_models.resident import ResidentExperts, ResidentKVCache, ResidentStates
 from rimuru_models.weights import CheckpointReader
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -36,9 +36,11 @@ def transformers_module() -> ModuleType:
     sys.path[:] = [entry for entry in before if Path(entry or ".").resolve() != REPOSITORY]
     try:
         import transformers
-        from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM
 
-        assert MixtralForCausalLM and OlmoeForCausalLM and Qwen2MoeForCausalLM and Qwen3MoeForCausalLM
+        for name in ("MixtralForCausalLM", "OlmoeForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+            assert getattr(transformers, name)
+        for name in ("Qwen3NextForCausalLM", "Qwen3_5MoeForCausalLM", "GraniteMoeHybridForCausalLM"):
+            assert getattr(transformers, name)
     finally:
         sys.path[:] = before
     transformers.logging.set_verbosity_error()
@@ -67,13 +69,16 @@ class ResidentRun:
             self.model = load_model(reader, dtype)
             self.experts = ResidentExperts(reader, dtype)
         self.kv = ResidentKVCache(self.config, num_sequences)
+        self.states = ResidentStates(self.config, num_sequences, dtype) if self.config.recurrent else None
 
     @torch.inference_mode()
     def step(self, *tokens: Tensor) -> Tensor:
         """Next tokens of each sequence -> logits of all their rows."""
         rows = [len(part) for part in tokens]
-        context = ForwardContext(self.kv.positions(rows), self.kv, self.experts)
+        context = ForwardContext(self.kv.positions(rows), self.kv, self.experts, recurrent=self.states)
         self.kv.begin_step(rows)
+        if self.states is not None:
+            self.states.begin_step(rows)
         return self.model.logits(self.model.forward(torch.cat(tokens), context))
 
     def run(self, tokens: Tensor, splits: Sequence[int]) -> Tensor:

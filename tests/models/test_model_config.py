@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoints import FAMILIES, tiny_config
+from tiny_checkpoints import FAMILIES, HYBRIDS, tiny_config
 
 from rimuru_models import ARCHITECTURES
 from rimuru_models.config import ModelConfig
@@ -140,7 +140,8 @@ def test_fields_of_a_released_model() -> None:
 
 
 def test_every_architecture_has_a_reader_and_a_module() -> None:
-    assert {ModelConfig.from_dict(tiny_config(family)).architecture for family in FAMILIES} == ARCHITECTURES.keys()
+    configs = [tiny_config(family) for family in (*FAMILIES, *HYBRIDS)] + [tiny_config("qwen3_5_moe", nested=False)]
+    assert {ModelConfig.from_dict(config).architecture for config in configs} == ARCHITECTURES.keys()
 
 
 def test_both_styles_of_rope(tmp_path: Path) -> None:

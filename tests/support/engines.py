@@ -14,7 +14,7 @@ from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import Request, SamplingParams
 from rimuru_models import load_model
 from rimuru_models.interfaces import ForwardContext
-from rimuru_models.resident import ResidentExperts, ResidentKVCache
+from rimuru_models.resident import ResidentExperts, ResidentKVCache, ResidentStates
 from rimuru_models.weights import CheckpointReader
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -49,10 +49,13 @@ def resident_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int
     with CheckpointReader(folder) as reader, torch.inference_mode():
         model = load_model(reader, torch.float32)
         cache, experts = ResidentKVCache(reader.config), ResidentExperts(reader)
+        states = ResidentStates(reader.config) if reader.config.recurrent else None
         tokens, out, done = list(prompt), [], 0
         for _ in range(count):
             new = tokens[done:]
-            context = ForwardContext(torch.arange(done, len(tokens)), cache, experts)
+            context = ForwardContext(torch.arange(done, len(tokens)), cache, experts, recurrent=states)
+            if states is not None:
+                states.begin_step([len(new)])
             hidden = model.forward(torch.tensor(new), context)
             done = len(tokens)
             token = int(model.logits(hidden[-1:]).argmax())

@@ -25,6 +25,17 @@ class FakeOutput:
     finish_reason: FinishReason | None
 
 
+@dataclass(frozen=True)
+class FakeChange:
+    """What another ceiling changed."""
+
+    text: str
+
+    def summary(self) -> str:
+        """In one sentence."""
+        return self.text
+
+
 @dataclass
 class FakeEngine:
     """Answers with `reply(prompt)`, one byte a step.
@@ -43,6 +54,7 @@ class FakeEngine:
     submitted: list[tuple[str, SamplingParams]] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
     closed: bool = False
+    memory_bytes: int = 1 << 30
     steps: int = 0
     in_step: bool = False
     _running: dict[int, tuple[Request, list[int]]] = field(default_factory=dict)
@@ -63,7 +75,7 @@ class FakeEngine:
             device="cpu",
             backend_reason="no GPU",
             weight_dtype="bfloat16",
-            memory_bytes=1 << 30,
+            memory_bytes=self.memory_bytes,
             pool_bytes=1000,
             dense_bytes=1 << 20,
             workspace_bytes=1 << 20,
@@ -150,6 +162,18 @@ class FakeEngine:
             context_tokens=0,
             preemptions=0,
         )
+
+    def set_memory(self, ceiling_bytes: int) -> FakeChange:
+        """Nothing below 512 MiB."""
+        if ceiling_bytes < self.least_memory:
+            raise DoesNotFitError("The model needs a memory ceiling of at least 512 MiB.", hint="Give at least 512MiB.")
+        self.memory_bytes = ceiling_bytes
+        return FakeChange(f"The memory ceiling is {ceiling_bytes >> 20:,} MiB now.")
+
+    @property
+    def least_memory(self) -> int:
+        """The smallest ceiling."""
+        return 1 << 29
 
     def close(self) -> None:
         """Nothing may run afterwards."""

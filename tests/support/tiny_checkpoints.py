@@ -12,8 +12,11 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from tiny_hybrids import Weights, hybrid_config, hybrid_tensors
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
+HYBRIDS = ("qwen3_next", "qwen3_5_moe", "granitemoehybrid")
+"""Families with recurrent layers; `tiny_hybrids.py` has what is theirs."""
 
 
 def tiny_config(family: str, *, vocab_size: int = 128, num_layers: int = 4, **overrides: Any) -> dict[str, Any]:
@@ -96,36 +99,19 @@ def tiny_config(family: str, *, vocab_size: int = 128, num_layers: int = 4, **ov
             "rms_norm_eps": 1e-5,
             "rope_theta": 10000.0,
         }
+    elif family in HYBRIDS:
+        return hybrid_config(family, config, overrides)
     else:
-        raise ValueError(f"unknown family {family!r}; one of {', '.join(FAMILIES)}")
+        raise ValueError(f"unknown family {family!r}; one of {', '.join((*FAMILIES, *HYBRIDS))}")
     config |= overrides
     return config
-
-
-class _Weights:
-    """Collects random tensors; one generator, so that the same seed gives the same weights in both layouts and every dtype."""
-
-    def __init__(self, seed: int, dtype: torch.dtype) -> None:
-        self.tensors: dict[str, torch.Tensor] = {}
-        self._generator = torch.Generator().manual_seed(seed)
-        self._dtype = dtype
-
-    def random(self, *shape: int, gain: float = 1.0) -> torch.Tensor:
-        """A matrix [out, in] with standard deviation gain / sqrt(in)."""
-        return (torch.randn(*shape, generator=self._generator) * (gain * shape[-1] ** -0.5)).to(self._dtype)
-
-    def matrix(self, name: str, *shape: int, gain: float = 1.0) -> None:
-        self.tensors[name] = self.random(*shape, gain=gain)
-
-    def vector(self, name: str, size: int, default: float) -> None:
-        self.tensors[name] = (default + 0.1 * torch.randn(size, generator=self._generator)).to(self._dtype)
 
 
 def _is_sparse(config: dict[str, Any], layer: int) -> bool:
     return layer not in (config.get("mlp_only_layers") or []) and (layer + 1) % config.get("decoder_sparse_step", 1) == 0
 
 
-def _attention(weights: _Weights, config: dict[str, Any], family: str, prefix: str) -> None:
+def _attention(weights: Weights, config: dict[str, Any], family: str, prefix: str) -> None:
     hidden, heads, kv_heads = config["hidden_size"], config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or hidden // heads
     for name, rows in (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)):
@@ -145,13 +131,13 @@ def _attention(weights: _Weights, config: dict[str, Any], family: str, prefix: s
         weights.vector(f"{prefix}.k_norm.weight", kv_heads * head_dim, 1.0)
 
 
-def _mlp(weights: _Weights, prefix: str, hidden: int, width: int) -> None:
+def _mlp(weights: Weights, prefix: str, hidden: int, width: int) -> None:
     weights.matrix(f"{prefix}.gate_proj.weight", width, hidden)
     weights.matrix(f"{prefix}.up_proj.weight", width, hidden)
     weights.matrix(f"{prefix}.down_proj.weight", hidden, width)
 
 
-def _experts(weights: _Weights, config: dict[str, Any], family: str, layer: int, layout: str) -> None:
+def _experts(weights: Weights, config: dict[str, Any], family: str, layer: int, layout: str) -> None:
     hidden = config["hidden_size"]
     count = config["num_local_experts"] if family == "mixtral" else config["num_experts"]
     width = config["moe_intermediate_size"] if family.startswith("qwen") else config["intermediate_size"]
@@ -181,7 +167,9 @@ def tiny_tensors(
     """All tensors of the checkpoint by their name on disk."""
     if layout not in ("per_expert", "fused"):
         raise ValueError(f"unknown layout {layout!r}; per_expert or fused")
-    weights = _Weights(seed, dtype)
+    if family in HYBRIDS:
+        return hybrid_tensors(config, family, seed=seed, layout=layout, dtype=dtype)
+    weights = Weights(seed, dtype)
     hidden = config["hidden_size"]
     weights.matrix("model.embed_tokens.weight", config["vocab_size"], hidden, gain=hidden**0.5 * 0.5)
     for layer in range(config["num_hidden_layers"]):
@@ -214,8 +202,9 @@ def write_tiny_checkpoint(
     """Write config.json and random safetensors weights into `folder` (made if absent) and return it.
 
     Args:
-        family: "mixtral", "qwen2_moe", "qwen3_moe" or "olmoe".
-        layout: "per_expert" (one tensor a projection and expert) or "fused" (`gate_up_proj` [E, 2f, d], `down_proj` [E, d, f]).
+        family: a member of FAMILIES or HYBRIDS.
+        layout: "per_expert" (one tensor a projection and expert) or "fused" (`gate_up_proj` [E, 2f, d], `down_proj` [E, d, f]); Granite has
+            fused experts only.
         dtype: dtype of every tensor on disk.
         shards: number of safetensors files; more than one adds model.safetensors.index.json.
         config_overrides: keys of config.json to set, e.g. `num_experts=12` or `sliding_window=16`; tensor shapes follow.

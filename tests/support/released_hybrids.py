@@ -1,0 +1,131 @@
+"""config.json of released models with recurrent layers, as far as their shape goes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def qwen3_5(hidden: int, layers: int, heads: int, value_heads: int, experts: int, top_k: int, width: int) -> dict[str, Any]:
+    """Qwen3.5 and 3.6: a text model nested in a multimodal config."""
+    text = {
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "full_attention_interval": 4,
+        "layer_types": ["linear_attention" if (i + 1) % 4 else "full_attention" for i in range(layers)],
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "mamba_ssm_dtype": "float32",
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+        "num_experts": experts,
+        "num_experts_per_tok": top_k,
+        "mlp_only_layers": [],
+        "mtp_num_hidden_layers": 1,
+        "rope_parameters": {
+            "mrope_interleaved": True,
+            "mrope_section": [11, 11, 10],
+            "partial_rotary_factor": 0.25,
+            "rope_theta": 10000000,
+            "rope_type": "default",
+        },
+    }
+    return {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen3_5_moe", "depth": 27, "hidden_size": 1152},
+        "tie_word_embeddings": False,
+    }
+
+
+def granite(hidden: int, heads: int, kv_heads: int, experts: int, top_k: int, width: int, shared: int, mamba_heads: int) -> dict[str, Any]:
+    """Granite 4.0 H: 36 Mamba-2 layers and 4 of attention."""
+    return {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "shared_intermediate_size": shared,
+        "num_hidden_layers": 40,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "num_local_experts": experts,
+        "num_experts_per_tok": top_k,
+        "layer_types": ["attention" if i in (5, 15, 25, 35) else "mamba" for i in range(40)],
+        "position_embedding_type": "nope",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_multiplier": 0.0078125,
+        "embedding_multiplier": 12,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 6,
+        "mamba_chunk_size": 256,
+        "mamba_conv_bias": True,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 2 * hidden // mamba_heads,
+        "mamba_d_state": 128,
+        "mamba_expand": 2,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": mamba_heads,
+        "mamba_proj_bias": False,
+        "max_position_embeddings": 131072,
+        "normalization_function": "rmsnorm",
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10000,
+        "tie_word_embeddings": True,
+    }
+
+
+RELEASED: dict[str, dict[str, Any]] = {
+    "qwen3-next-80b": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "hidden_act": "silu",
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 10000000,
+        "rope_scaling": None,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": False,
+    },
+    "qwen3.5-35b": qwen3_5(2048, 40, 16, 32, 256, 8, 512),
+    "qwen3.5-122b": qwen3_5(3072, 48, 32, 64, 256, 8, 1024),
+    "qwen3.5-397b": qwen3_5(4096, 60, 32, 64, 512, 10, 1024),
+    "granite-4.0-h-tiny": granite(1536, 12, 4, 64, 6, 512, 1024, 48),
+    "granite-4.0-h-small": granite(4096, 32, 8, 72, 10, 768, 1536, 128),
+}
