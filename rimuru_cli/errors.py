@@ -69,7 +69,7 @@ def show(failure: Failure, out: Output) -> int:
     """Show a failure that has its words already and return its exit code. What stdout does not take (it is full) goes to stderr."""
     if out.json:
         try:
-            out.emit(failure.to_dict())
+            out.emit(failure.to_dict(), compact=True)  # one line: some commands have written objects line by line before
             return failure.exit_code
         except OSError:
             pass

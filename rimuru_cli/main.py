@@ -17,9 +17,16 @@ from rimuru_cli.commands import _options as options
 from rimuru_cli.commands.bench import bench_app
 from rimuru_cli.commands.chat import chat
 from rimuru_cli.commands.config import config
+from rimuru_cli.commands.dashboard import dashboard
 from rimuru_cli.commands.doctor import doctor
+from rimuru_cli.commands.fit import fit
+from rimuru_cli.commands.list import list_models
 from rimuru_cli.commands.profile_hotset import profile_hotset
+from rimuru_cli.commands.pull import pull
+from rimuru_cli.commands.rm import rm
 from rimuru_cli.commands.run import run
+from rimuru_cli.commands.show import show
+from rimuru_cli.commands.verify import verify
 from rimuru_cli.output import Output, ReaderGone, prepare_streams
 
 EPILOG = "Examples:  rimuru chat  ·  echo 'Why is the sky blue?' | rimuru chat  ·  rimuru run ./my-model 'Hello' --json"
@@ -34,6 +41,13 @@ app = typer.Typer(
 )
 app.command(rich_help_panel=options.TALK)(chat)
 app.command(rich_help_panel=options.TALK)(run)
+app.command(rich_help_panel=options.TALK)(dashboard)
+app.command(rich_help_panel=options.MODELS)(pull)
+app.command("list", rich_help_panel=options.MODELS)(list_models)
+app.command(rich_help_panel=options.MODELS)(show)
+app.command(rich_help_panel=options.MODELS)(fit)
+app.command(rich_help_panel=options.MODELS)(verify)
+app.command(rich_help_panel=options.MODELS)(rm)
 app.command(rich_help_panel=options.TUNE)(profile_hotset)
 app.add_typer(bench_app, name="bench", rich_help_panel=options.TUNE)
 app.command(rich_help_panel=options.SETUP)(config)
@@ -104,7 +118,7 @@ def _asks_for_json(words: Sequence[str]) -> bool:
 
 
 def _command_words(words: Sequence[str]) -> str:
-    known = {"chat", "run", "profile-hotset", "bench", "config", "doctor"}
+    known = {"chat", "run", "dashboard", "pull", "list", "show", "fit", "verify", "rm", "profile-hotset", "bench", "config", "doctor"}
     return f"rimuru {words[0]}" if words and words[0] in known else "rimuru"
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import locale
 import math
 import os
 import sys
@@ -18,6 +19,7 @@ from typing import Any, Literal, TextIO
 
 Style = Literal["dim", "bold", "red", "yellow", "green", "cyan"]
 Progress = Callable[[str, int, int], None]
+TransferProgress = Callable[[str, int, int, str], None]
 
 _CODES: dict[Style, str] = {"dim": "2", "bold": "1", "red": "31", "yellow": "33", "green": "32", "cyan": "36"}
 # C0 and C1 control characters except newline and tab: a terminal would obey them. A carriage return is dropped, as in a Windows line end.
@@ -83,6 +85,19 @@ class Output:
         """Write one line of data to stdout."""
         self.data(text + "\n")
 
+    def styled_line(self, *pieces: tuple[str, Style | None]) -> None:
+        """Write one line of data in pieces that have styles of their own; the styles show on terminals with colours only.
+
+        Raises:
+            ReaderGone: the reading end of the pipe was closed.
+        """
+        clean = [(text.translate(_CONTROLS), style) for text, style in pieces] if is_terminal(self.stdout) else pieces
+        try:
+            self.stdout.write("".join(self.paint(text, style, self.stdout) for text, style in clean) + "\n")
+            self.stdout.flush()
+        except BrokenPipeError as error:
+            raise ReaderGone from error
+
     def emit(self, value: object, *, compact: bool = False) -> None:
         """Write one JSON value to stdout; compact puts it on a single line (NDJSON). NaN and infinities become null."""
         self.line(json.dumps(_finite(value), ensure_ascii=False, allow_nan=False, indent=None if compact else 2))
@@ -127,6 +142,13 @@ class Output:
             self._bar.wipe()
             self._bar = None
 
+    @contextlib.contextmanager
+    def transfer_progress(self) -> Iterator[TransferProgress]:
+        """As `progress`, for bytes on their way: (stage, done, total, rate and time in words), which give way last on a narrow terminal."""
+        with self.progress():
+            drawn = self._bar
+            yield (lambda stage, done, total, pace: None) if drawn is None else drawn.update
+
 
 class _Bar:
     """One line on a terminal, redrawn at most ten times a second, with carriage returns only (no escape codes)."""
@@ -138,7 +160,7 @@ class _Bar:
         self.stage: str | None = None
         self.drawn_at = -math.inf
 
-    def update(self, stage: str, done: int, total: int) -> None:
+    def update(self, stage: str, done: int, total: int, pace: str = "") -> None:
         now = time.monotonic()
         if stage == self.stage and done < total and now - self.drawn_at < _REDRAW_SECONDS:
             return
@@ -146,7 +168,19 @@ class _Bar:
         columns = max(20, terminal_columns(self.stream) - 1)
         show = format_bytes if self.unit == "bytes" else str
         amount = f"{show(done)} of {show(total)}" if total > 0 else show(done) if done else ""
-        text = f"{stage}  {bar(done / total, 24)}  {amount}" if total > 0 else f"{stage}  {amount}"
+        if total <= 0:
+            layouts = [f"{stage}  {amount}"]
+        elif pace:
+            share = format_share(min(done / total, 1.0))
+            line = f"{amount}  {pace}"
+            layouts = [f"{stage}  {bar(done / total, width)}  {line}" for width in (24, 10)] + [
+                f"{stage}  {share}  {pace}",
+                f"{share}  {pace}",
+                share,
+            ]
+        else:
+            layouts = [f"{stage}  {bar(done / total, 24)}  {amount}"]
+        text = next((layout for layout in layouts if display_width(layout) <= columns), layouts[-1])
         text = text.translate(_CONTROLS).replace("\n", " ")[:columns].rstrip()
         self._write("\r" + text.ljust(self.width))
         self.width = len(text)
@@ -176,6 +210,13 @@ def shows_colours(stream: TextIO) -> bool:
         return False
     # The old Windows console needs a mode switch that Windows Terminal and others do not; plain text is the safe choice there.
     return sys.platform != "win32" or any(name in os.environ for name in ("WT_SESSION", "ANSICON", "TERM"))
+
+
+def shows_blocks() -> bool:
+    """Whether block characters can be shown: a locale of UTF-8 (Windows shows them in any), and no terminal that says it is dumb."""
+    if os.environ.get("TERM") == "dumb":
+        return False
+    return sys.platform == "win32" or locale.getencoding().lower().replace("-", "") == "utf8"
 
 
 def terminal_columns(stream: TextIO) -> int:

@@ -180,6 +180,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("seed", _whole(0), "Makes sampling repeatable.", "a new one for each answer", True),
     Setting("max_tokens", _whole(1), "Most tokens of one answer.", "what the context holds", True),
     Setting("profile", _text, "Hotset profile: a file, or none.", "the one recorded for the model, if any"),
+    Setting("dashboard", parse_switch, "Whether `rimuru dashboard` can look on.", "on"),
 )
 BY_NAME = {setting.name: setting for setting in SETTINGS}
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-TALK, TUNE, SETUP = "Talk", "Tune", "Set up"
+TALK, MODELS, TUNE, SETUP = "Talk", "Models", "Tune", "Set up"
 _MEMORY, _ANSWER, _SAMPLING = "Memory", "Answer", "Sampling"
 
 ModelArg = Annotated[
@@ -21,6 +21,16 @@ ModelArg = Annotated[
 OptionalModelArg = Annotated[
     str | None,
     typer.Argument(metavar="MODEL", help="A folder, org/name, org/name@revision, or rimuru-demo (the default).", show_default=False),
+]
+PullArg = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="org/name, or org/name@revision with a branch, tag or commit.", show_default=False),
+]
+SeenModelArg = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A folder, org/name or org/name@revision (here or on the hub), or rimuru-demo.", show_default=False
+    ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, errors too.")]
 
@@ -36,6 +46,11 @@ ContextOpt = Annotated[
 ProfileOpt = Annotated[
     str | None,
     typer.Option("--profile", metavar="FILE", help="Hotset profile that seeds the expert ranking, or none.", rich_help_panel=_MEMORY),
+]
+
+DashboardOpt = Annotated[
+    bool | None,
+    typer.Option("--dashboard/--no-dashboard", help="Let `rimuru dashboard` look on, or not.", rich_help_panel=_MEMORY, show_default=False),
 ]
 
 SystemOpt = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="System prompt.", rich_help_panel=_ANSWER)]

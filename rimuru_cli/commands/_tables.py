@@ -25,20 +25,21 @@ def print_token_rows(report: Mapping[str, Any], out: Output) -> None:
     if out.json:
         out.emit(report)
         return
-    headers = ["model", "size", "params", "backend", "vram", "vram used", "resident", "test", "routing", "top k", "hit rate", "t/s"]
+    headers = ["model", "size", "params", "backend", "vram", "vram used", "resident", "test", "routing", "top k", "hit rate", "link", "t/s"]
     rows = [
         [
             row["model"],
             format_bytes(row["size"]),
-            _count(row["params"]),
+            parameters_in_words(row["params"]),
             row["backend"],
             "no cap" if row["vram_cap"] is None else format_bytes(row["vram_cap"]),
             format_bytes(row["vram_used"]) if row["vram_used"] else "-",
             format_share(row["resident_share"]),
-            row["test"],
+            row["test"] + (f" x {row['sequences']}" if row.get("sequences", 1) > 1 else ""),
             row.get("routing", "-"),
             row["top_k"],
             format_share(row.get("hit_rate")),
+            f"{row['stream_gb_s']} of {row['copy_engine_gb_s']} GB/s" if "stream_gb_s" in row else "-",
             row["t/s"],
         ]
         for row in report["rows"]
@@ -47,6 +48,99 @@ def print_token_rows(report: Mapping[str, Any], out: Output) -> None:
     out.note(
         "Weights are random. Uniform routing is the worst case for a cache of experts; a recorded one has a conversation's locality.", "dim"
     )
+
+
+def print_load(report: Mapping[str, Any], out: Output) -> None:
+    """Print the rates of `rimuru bench load`."""
+    if out.json:
+        out.emit(report)
+        return
+    locked = f"{format_bytes(report['locked_bytes'])} page-locked for {report['device']}" if report["device"] else "not page-locked: no GPU"
+    out.note(f"{report['threads']} threads; {locked}", "dim")
+    out.line(
+        table(["what", "bytes", "s", "GB/s"], [[r["what"], format_bytes(r["bytes"]), r["seconds"], r["gb_per_s"]] for r in report["rows"]])
+    )
+    out.note(f"Loading reaches {format_share(report['share'])} of plain reading.")
+    for notice in report["notices"]:
+        out.note(f"note: {notice}")
+
+
+def print_elastic(report: Mapping[str, Any], out: Output) -> None:
+    """Print both runs of `rimuru bench elastic`."""
+    if out.json:
+        out.emit(report)
+        return
+    out.note(f"One conversation, growing to {report['context_limit']:,} tokens", "bold")
+    headers = [
+        "context",
+        "computed",
+        "prompt t/s",
+        "t/s",
+        "residents",
+        "hit rate",
+        "experts",
+        "KV",
+        "free",
+        "handed over",
+        "ms/GiB",
+        "VRAM",
+    ]
+    rows = [
+        [
+            row["context"],
+            row["computed"],
+            row["prompt t/s"],
+            row["generation t/s"],
+            row["resident_experts"],
+            format_share(row["hit_rate"]),
+            format_bytes(row["bytes_by_kind"].get("expert", 0) + row["bytes_by_kind"].get("buffer", 0)),
+            format_bytes(row["bytes_by_kind"].get("kv", 0)),
+            format_bytes(row["free_bytes"]),
+            format_bytes(row["handed_over_bytes"]),
+            _or_dash(row["ms_per_gib"]),
+            _bytes_or_dash(row["vram_used"]),
+        ]
+        for row in report["rows"]
+    ]
+    out.line(table(headers, rows))
+    moved = report["ceiling"]
+    out.note("\nA ceiling that moves in the middle of an answer", "bold")
+    parts = [
+        [row["part"], row["tokens"], _or_dash(row["generation t/s"]), format_share(row["hit_rate"]), row["resident_experts"]]
+        for row in moved["parts"]
+    ]
+    out.line(table(["part of the answer", "tokens", "t/s", "hit rate", "residents"], parts))
+    out.line()
+    headers = ["ceiling", "to", "given back", "taken", "retired", "moved", "ms", "ms/GiB", "VRAM before", "VRAM after"]
+    rows = [
+        [
+            name,
+            format_bytes(change["memory_bytes"]),
+            format_bytes(change["returned_bytes"]),
+            format_bytes(change["taken_bytes"]),
+            change["retired_experts"],
+            format_bytes(change["moved_bytes"]),
+            round(1e3 * change["seconds"], 1),
+            _or_dash(change["ms_per_gib"]),
+            _bytes_or_dash(change["vram_used_before"]),
+            _bytes_or_dash(change["vram_used_after"]),
+        ]
+        for name in ("lowered", "raised")
+        if (change := moved.get(name)) is not None
+    ]
+    out.line(table(headers, rows))
+    if moved["same_text"]:
+        out.note(f"Both answers are the same {moved['tokens']} tokens.")
+    else:
+        out.note(f"THE ANSWERS DIFFER from token {moved['first_difference']} on.", "red")
+
+
+def _or_dash(value: object) -> object:
+    return "-" if value is None else value
+
+
+def _bytes_or_dash(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 def print_kernels(report: Mapping[str, Any], out: Output) -> None:
@@ -92,6 +186,8 @@ def print_doctor(facts: Mapping[str, Any], out: Output) -> None:
     width = max(len(label) for label, _ in lines)
     for label, text in lines:
         out.line(f"{label.ljust(width)}  {text}")
+    for sentence in facts["therefore"]:
+        out.line(f"{'therefore'.ljust(width)}  {sentence}")
     out.line()
     for problem in facts["problems"]:
         out.line(f"problem: {problem['what']}")
@@ -151,7 +247,7 @@ def _rate(gb_per_s: float | None) -> str:
     return "not measured" if gb_per_s is None else f"{gb_per_s:.1f} GB/s"
 
 
-def _count(number: int) -> str:
+def parameters_in_words(number: int) -> str:
     """A count of parameters as llama-bench writes it: 30532122624 -> '30.53 B'."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if number >= size:

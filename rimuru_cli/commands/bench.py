@@ -8,9 +8,11 @@ from typing import Annotated
 import typer
 
 from rimuru_cli.commands import _options as options
+from rimuru_cli.commands._workload import workload
 from rimuru_cli.output import Output, print_report
 
 bench_app = typer.Typer(help="Measure models, kernels, the link to the GPU, the page allocator.", no_args_is_help=True)
+bench_app.command()(workload)
 
 
 @bench_app.command()
@@ -52,6 +54,97 @@ def decode(
 
 
 @bench_app.command()
+def dashboard(
+    model: options.OptionalModelArg = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Tokens to decode in each run.")] = 64,
+    residency: Annotated[str, typer.Option("--residency", metavar="SHARE", help="Share of experts that is resident, as in 50%.")] = "50%",
+    json: options.JsonFlag = False,
+) -> None:
+    """Measure what it costs an engine that `rimuru dashboard` looks on."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.settings import parse_share
+
+    out = Output(json=json)
+    share = parse_share(residency, "--residency")
+    with loading_libraries():
+        from rimuru_cli.bench.publishing import run_publishing_bench
+        from rimuru_cli.hub.resolve import resolve_model
+
+    with out.progress() as progress:
+        resolved = resolve_model(model, progress=progress)
+    with out.progress("items") as progress:
+        report = run_publishing_bench(resolved.path, tokens=tokens, residency=share, progress=progress)
+    print_report(report, out)
+
+
+@bench_app.command()
+def agreement(
+    model: options.OptionalModelArg = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="cuda|emulated", help="What is judged: the GPU, or its way taken on the CPU.")
+    ] = "cuda",
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="How many of the built-in prompts to answer.", show_default="all")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Most tokens of an answer.")] = 64,
+    residency: Annotated[
+        str | None, typer.Option("--residency", metavar="SHARE", help="Share of experts on the GPU, as in 50%.", show_default="as it fits")
+    ] = None,
+    versus: Annotated[
+        str | None,
+        typer.Option("--vs", metavar="transformers", help="Judge transformers in bfloat16, too: the yardstick (a development dependency)."),
+    ] = None,
+    json: options.JsonFlag = False,
+) -> None:
+    """Compare the GPU's answers in bfloat16 with the CPU's in float32; exit code 4 if they differ by more than the format explains."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.settings import parse_share
+    from rimuru_models.errors import VerificationError
+
+    out = Output(json=json)
+    share = None if residency is None else parse_share(residency, "--residency")
+    with loading_libraries():
+        from rimuru_cli.bench.agreement import run_agreement_bench
+        from rimuru_cli.hub.resolve import resolve_model
+
+    with out.progress() as progress:
+        resolved = resolve_model(model, progress=progress)
+    with out.progress("items") as progress:
+        report = run_agreement_bench(
+            resolved.path, device=device, prompts=prompts, tokens=tokens, residency=share, versus=versus, progress=progress
+        )
+    print_report(report, out)
+    if report["exceeded"]:
+        if not json:
+            out.note(f"error: The answers differ by more than the tolerance: {', '.join(report['exceeded'])}.", "red")
+        raise typer.Exit(VerificationError.exit_code)
+
+
+@bench_app.command()
+def recall(
+    model: options.OptionalModelArg = None,
+    prompts: Annotated[
+        int | None, typer.Option("--prompts", min=1, help="How many of the held-out built-in prompts to run.", show_default="all")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to generate after each prompt.")] = 64,
+    json: options.JsonFlag = False,
+) -> None:
+    """Measure how well a layer's experts are guessed a layer early, by the next layer's router on this layer's input."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+
+    out = Output(json=json)
+    with loading_libraries():
+        from rimuru_cli.bench.recall import run_recall_bench
+        from rimuru_cli.hub.resolve import resolve_model
+
+    with out.progress() as progress:
+        resolved = resolve_model(model, progress=progress)
+    with out.progress("items") as progress:
+        report = run_recall_bench(resolved.path, prompts=prompts, tokens=tokens, progress=progress)
+    print_report(report, out)
+
+
+@bench_app.command()
 def link(json: options.JsonFlag = False) -> None:
     """Measure how fast bytes move between memory and the GPU, on the GPU, and out of memory."""
     from rimuru_cli.chat.interrupt import loading_libraries
@@ -67,8 +160,39 @@ def link(json: options.JsonFlag = False) -> None:
 
 
 @bench_app.command()
+def load(
+    model: options.OptionalModelArg = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Let the system forget the files first, so that the disk is measured.")] = False,
+    most: Annotated[
+        str | None, typer.Option("--most", metavar="SIZE", help="Load no more than so much of a large model.", show_default="everything")
+    ] = None,
+    json: options.JsonFlag = False,
+) -> None:
+    """Measure how fast a model's experts are loaded into page-locked memory, beside plain reading of the same files."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.commands._tables import print_load
+    from rimuru_cli.settings import parse_size
+
+    out = Output(json=json)
+    size = None if most is None else parse_size(most)
+    if size is not None and size.num_bytes is None:
+        raise typer.BadParameter("give a size such as 4GiB", param_hint="--most")
+    with loading_libraries():
+        from rimuru_cli.bench.load import run_load_bench
+        from rimuru_cli.hub.resolve import resolve_model
+
+    with out.progress() as progress:
+        resolved = resolve_model(model, progress=progress)
+    with out.progress("items") as progress:
+        report = run_load_bench(resolved.path, cold=cold, budget=None if size is None else size.num_bytes, progress=progress)
+    print_load(report, out)
+
+
+@bench_app.command()
 def kernels(
-    op: Annotated[list[str] | None, typer.Option("--op", metavar="moe|attention|fetch", help="Only this op; may be repeated.")] = None,
+    op: Annotated[
+        list[str] | None, typer.Option("--op", metavar="moe|attention|fetch|recurrent", help="Only this op; may be repeated.")
+    ] = None,
     json: options.JsonFlag = False,
 ) -> None:
     """Measure the kernels on the GPU, beside torch and the floor."""
@@ -110,6 +234,10 @@ def _tokens(
         typer.Option("--prompt", "-p", metavar="TOKENS", min=1, help="Size for pp; may be repeated.", show_default="512 and 4096"),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", "-n", metavar="TOKENS", min=1, help="Tokens that tg generates.")] = 128,
+    sequences: Annotated[
+        list[int] | None,
+        typer.Option("--sequences", metavar="N", min=1, max=8, help="Sequences of tg at once; may be repeated.", show_default="1"),
+    ] = None,
     json: options.JsonFlag = False,
 ) -> None:
     from rimuru_cli.chat.interrupt import loading_libraries
@@ -131,6 +259,7 @@ def _tokens(
             trace=routing_trace,
             prompts=prompt or (),
             tokens=tokens,
+            sequences=tuple(dict.fromkeys(sequences or [1])),
             progress=progress,
         )
     print_token_rows(report, out)
@@ -153,17 +282,34 @@ def elastic(
     vram: Annotated[
         str | None, typer.Option("--vram", "--memory", metavar="SIZE", help="Ceiling: 24GiB or 50%.", show_default="none")
     ] = None,
+    lower: Annotated[
+        str | None,
+        typer.Option(
+            "--lower",
+            metavar="SIZE",
+            help="By how much the ceiling is lowered in mid-answer.",
+            show_default="4GiB, or what the answer allows",
+        ),
+    ] = None,
     json: options.JsonFlag = False,
 ) -> None:
-    """Grow one conversation (random weights) to the longest context: speed and the pool's composition on the way."""
+    """Grow one conversation (random weights) to the longest context, then move the ceiling in mid-answer: speed, memory, same text."""
     from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.commands._tables import print_elastic
     from rimuru_cli.settings import parse_size
+    from rimuru_models.errors import VerificationError
 
     out = Output(json=json)
     ceiling = None if vram is None else parse_size(vram)
+    lowered = None if lower is None else parse_size(lower)
     with loading_libraries():
         from rimuru_cli.bench.token_rows import run_elastic_rows
 
     with out.progress() as progress:
-        report = run_elastic_rows(model_shape, ceiling, progress=progress)
-    print_report(report, out)
+        report = run_elastic_rows(model_shape, ceiling, lowered, progress=progress)
+    print_elastic(report, out)
+    if not report["ceiling"]["same_text"]:
+        raise VerificationError(
+            "The answer under a moving ceiling differs from the undisturbed one.",
+            hint="This is a bug in rimuru; please report it with the output of: rimuru bench elastic --json",
+        )

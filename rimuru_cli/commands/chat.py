@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from rimuru_cli.commands import _options as options
-from rimuru_cli.output import Output
+from rimuru_cli.output import Output, is_terminal
+from rimuru_models.errors import UsageError
 
 
 def chat(
@@ -18,6 +23,7 @@ def chat(
     memory: options.MemoryOpt = None,
     context: options.ContextOpt = None,
     profile: options.ProfileOpt = None,
+    dashboard: options.DashboardOpt = None,
     temperature: options.TemperatureOpt = None,
     top_k: options.TopKOpt = None,
     top_p: options.TopPOpt = None,
@@ -26,10 +32,24 @@ def chat(
     presence_penalty: options.PresenceOpt = None,
     frequency_penalty: options.FrequencyOpt = None,
     seed: options.SeedOpt = None,
+    tui: Annotated[bool, typer.Option("--tui", help="Show the talk and the page pool side by side in one window.")] = False,
 ) -> None:
     """Talk with a model. From a pipe, the whole input is one message and stdout carries only the answer."""
     flags = dict(locals())
-    from rimuru_cli.chat.talk import talk
     from rimuru_cli.settings import resolve
 
-    sys.exit(talk(resolve(flags), Output(), system_file=system_file, stop=tuple(stop or ())))
+    settings = resolve(flags)
+    if tui:
+        sys.exit(_in_a_window(flags, system_file, tuple(stop or ())))
+    from rimuru_cli.chat.talk import talk
+
+    sys.exit(talk(settings, Output(), system_file=system_file, stop=tuple(stop or ())))
+
+
+def _in_a_window(flags: dict[str, object], system_file: Path | None, stop: tuple[str, ...]) -> int:
+    """Raises UsageError where there is no terminal."""
+    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
+        raise UsageError("--tui needs a terminal.", hint="Without it, `rimuru chat` also works through a pipe.")
+    from rimuru_cli.tui.chat_app import run_chat
+
+    return run_chat(flags, system_file=system_file, stop=stop)

@@ -17,6 +17,7 @@ def doctor(
     """Show what this machine has, how fast link and memory are (measured), what rimuru will compute on and why, and what to mend."""
     from rimuru_cli.chat.interrupt import loading_libraries
     from rimuru_cli.commands._tables import print_doctor
+    from rimuru_cli.fit.measured import rates_of, save_rates
 
     out = Output(json=json)
     with loading_libraries():
@@ -24,4 +25,6 @@ def doctor(
 
     with out.progress("items") as progress:
         facts = examine(quick=quick, progress=progress)
+    if facts["link"] is not None:
+        save_rates(rates_of(facts["link"]))  # `rimuru fit` goes by them from now on
     print_doctor(facts, out)

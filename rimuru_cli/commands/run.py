@@ -30,6 +30,7 @@ def run(
     memory: options.MemoryOpt = None,
     context: options.ContextOpt = None,
     profile: options.ProfileOpt = None,
+    dashboard: options.DashboardOpt = None,
     temperature: options.TemperatureOpt = None,
     top_k: options.TopKOpt = None,
     top_p: options.TopPOpt = None,

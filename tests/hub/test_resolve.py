@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -168,34 +165,14 @@ def test_a_downloaded_repository_is_found_with_its_commit(hub: Path) -> None:
     assert resolve_model(f"org/name@{OLDER}").path == older
 
 
-@pytest.fixture(autouse=True)
-def hf_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The usual case: `hf` can be typed as it is."""
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-
-
-def test_the_command_is_spelled_out_where_only_rimuru_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "my venv" / "python"))
-    with pytest.raises(NotFoundError) as caught:
-        resolve_model("org/name")
-    assert caught.value.hint == "type `hf download org/name`", "there is none: its usual name"
-    beside = tmp_path / "my venv" / ("hf.exe" if os.name == "nt" else "hf")
-    beside.parent.mkdir()
-    beside.touch()
-    with pytest.raises(NotFoundError) as caught:
-        resolve_model("org/name")
-    assert caught.value.hint == f"type `{shlex.quote(str(beside))} download org/name`"
-
-
 def test_a_repository_that_is_not_there_names_the_command(hub: Path) -> None:
     with pytest.raises(NotFoundError, match="org/name is neither") as caught:
         resolve_model("org/name")
-    assert caught.value.hint == "type `hf download org/name`"
+    assert caught.value.hint == "type `rimuru pull org/name`"
     cached(hub, "org/name")
     with pytest.raises(NotFoundError, match="org/name@v2") as caught:
         resolve_model("org/name@v2")
-    assert "hf download org/name --revision v2" in str(caught.value.hint)
+    assert "rimuru pull org/name@v2" in str(caught.value.hint)
     with pytest.raises(NotFoundError) as caught:
         resolve_model("Org/Nmae")
     assert "did you mean org/name?" in str(caught.value.hint)
@@ -213,7 +190,7 @@ def test_an_incomplete_snapshot_names_the_missing_files(hub: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(NotFoundError, match=r"lacks model-00002-of-00003\.safetensors\.") as caught:
         resolve_model("org/name")
-    assert "hf download org/name" in str(caught.value.hint)
+    assert "rimuru pull org/name" in str(caught.value.hint)
     (folder / "model-00002-of-00003.safetensors").write_text("", encoding="utf-8")
     assert resolve_model("org/name").path == folder
 

@@ -1,0 +1,124 @@
+"""A first look at a model's folder: what it is, how precise, whether rimuru can run it. Reads config.json and file names, no weights."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rimuru_cli.hub.snapshot import lacking, missing_files
+from rimuru_models.config import ModelConfig
+from rimuru_models.errors import RimuruError
+from rimuru_models.headers import DTYPE_BITS, read_header
+from rimuru_models.index import read_json_file
+
+Status = Literal["ready", "incomplete", "unusable"]
+
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32", "float64": "F64"}
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_SHOWN = 2
+_LONGEST = 80
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a first look at a folder shows.
+
+    Attributes:
+        architecture: class name in config.json; None when it names none.
+        precision: safetensors name of the weights' number format, or the method by which they are quantised; None: not known.
+        config: the configuration, if rimuru can run such a model.
+        status: ready to run, incomplete (a download was cut short), or nothing for rimuru.
+        why_not: why it is not ready, a phrase without a full stop; None when it is.
+    """
+
+    architecture: str | None
+    precision: str | None
+    config: ModelConfig | None
+    status: Status
+    why_not: str | None
+
+
+def inspect(folder: Path, repository: str | None = None) -> Inspection:
+    """Look at a folder that is thought to hold a model. Never fails: what is wrong is the answer.
+
+    Args:
+        folder: where it lies.
+        repository: `org/name`, if it is a snapshot of one in the cache.
+    """
+    if not (folder / "config.json").is_file():
+        return _without_config(folder)
+    try:
+        values = read_json_file(folder / "config.json")
+    except RimuruError:
+        return Inspection(None, None, None, "unusable", "its config.json cannot be read")
+    if not isinstance(values, dict):
+        return Inspection(None, None, None, "unusable", "its config.json is not an object")
+    architecture, precision = _architecture(values), _precision(values, folder)
+    if _pickled_only(folder):
+        return Inspection(architecture, precision, None, "unusable", "only pickled weights, which can run any code when they are loaded")
+    try:
+        config = ModelConfig.from_dict(values, where="config.json")
+    except RimuruError as error:
+        return Inspection(architecture, precision, None, "unusable", error.what.removeprefix("config.json: ").rstrip("."))
+    missing = missing_files(folder) if repository is None else lacking(repository, folder)
+    if missing:
+        return Inspection(architecture, precision, config, "incomplete", f"it lacks {_some(missing)}")
+    return Inspection(architecture, precision, config, "ready", None)
+
+
+def _without_config(folder: Path) -> Inspection:
+    if next(folder.glob("*.gguf"), None):
+        return Inspection(None, "GGUF", None, "unusable", "GGUF files are not read")
+    if next(folder.glob("*.safetensors"), None):
+        return Inspection(None, None, None, "incomplete", "it lacks config.json")
+    return Inspection(None, None, None, "unusable", "no config.json, so no model that rimuru knows")
+
+
+def _pickled_only(folder: Path) -> bool:
+    index = folder / "model.safetensors.index.json"
+    return not index.is_file() and not next(folder.glob("*.safetensors"), None) and any(next(folder.glob(p), None) for p in _PICKLES)
+
+
+def _architecture(values: Mapping[str, Any]) -> str | None:
+    named = values.get("architectures")
+    first = named[0] if isinstance(named, list) and named else None
+    return first[:_LONGEST] if isinstance(first, str) else None
+
+
+def _precision(values: Mapping[str, Any], folder: Path) -> str | None:
+    """As config.json says; where it does not, what most bytes of the first file with weights are."""
+    holders = [values, values.get("text_config")]
+    for holder in holders:
+        if isinstance(holder, Mapping) and isinstance(holder.get("quantization_config"), Mapping):
+            method = holder["quantization_config"].get("quant_method")
+            return method[:_LONGEST] if isinstance(method, str) else "quantised"
+    for holder in holders:
+        if isinstance(holder, Mapping):
+            for field in ("dtype", "torch_dtype"):
+                declared = holder.get(field)
+                if isinstance(declared, str) and declared.removeprefix("torch.") in _DTYPES:
+                    return _DTYPES[declared.removeprefix("torch.")]
+    return _precision_of_file(folder)
+
+
+def _precision_of_file(folder: Path) -> str | None:
+    first = min((path for path in folder.glob("*.safetensors") if not path.name.startswith(".")), default=None)
+    if first is None:
+        return None
+    try:
+        header = read_header(first)
+    except RimuruError:
+        return None
+    counted: Counter[str] = Counter()
+    for info in header.tensors.values():
+        counted[info.dtype] += info.stop - info.start
+    best = max(counted, key=lambda name: (counted[name], DTYPE_BITS[name]), default=None)
+    return best
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:_SHOWN])
+    return f"{shown} and {len(names) - _SHOWN} more files" if len(names) > _SHOWN else shown

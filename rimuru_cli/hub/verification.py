@@ -1,0 +1,240 @@
+"""Reading a model again and comparing every checksum that is known for it, without the network.
+
+What there is to compare with, the best first: the manifest of `rimuru pull`; the names of blobs in the shared cache, which are checksums,
+and the listing that huggingface_hub keeps beside them; what `hf download --local-dir` noted in a folder; the demonstration model's own
+manifest. Of a folder with none of these only the structure can be checked: that every shard is there and as long as its header says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from rimuru_cli.hub import embedded
+from rimuru_cli.hub.integrity import hash_file
+from rimuru_cli.hub.manifest import Manifest, Progress
+from rimuru_cli.hub.pull_manifest import PulledFile, PullManifest
+from rimuru_cli.hub.remote_files import RemoteFile
+from rimuru_cli.hub.resolve import parse_repository, resolve_here
+from rimuru_cli.hub.snapshot import locate_snapshot, missing_files, not_downloaded
+from rimuru_models.errors import CheckpointError, VerificationError
+from rimuru_models.index import open_index
+
+State = Literal["ok", "damaged", "missing", "unknown"]
+Against = Literal["manifest", "cache", "download metadata", "headers"]
+
+_CHECKSUM = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_STAGE = "Checking"
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """One file of a model after the check.
+
+    Attributes:
+        name: its path in the model's folder.
+        num_bytes: size on the disk; None when it is missing.
+        state: "unknown": there is nothing to compare it with.
+        expected: checksum it should have, hex; None when none is known.
+        found: checksum it has; None when it was not read.
+    """
+
+    name: str
+    num_bytes: int | None
+    state: State
+    expected: str | None
+    found: str | None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result for one model.
+
+    Attributes:
+        name: the model.
+        path: its folder.
+        commit: the commit of a repository; None for folders.
+        against: what the files were compared with.
+        files: all files, sorted by name.
+    """
+
+    name: str
+    path: Path
+    commit: str | None
+    against: Against
+    files: tuple[CheckedFile, ...]
+
+    @property
+    def bad(self) -> tuple[CheckedFile, ...]:
+        """Files that are damaged or missing."""
+        return tuple(file for file in self.files if file.state in ("damaged", "missing"))
+
+    def error(self) -> VerificationError | None:
+        """The error that names the bad files; None when there are none."""
+        if not self.bad:
+            return None
+        names = ", ".join(f"{file.name} ({file.state})" for file in self.bad[:5]) + (
+            f" and {len(self.bad) - 5} more" if self.bad[5:] else ""
+        )
+        hint = "put an undamaged copy of them into the folder"
+        if self.commit is not None:
+            hint = f"type `rimuru pull {self.name}`: only {'that file' if len(self.bad) == 1 else 'those files'} will be fetched again"
+        elif self.name == embedded.EMBEDDED_NAME:
+            hint = "type `rimuru chat` to build it again"
+        return VerificationError(
+            f"{len(self.bad)} of {len(self.files)} files of {self.name} are not as they should be: {names}.", hint=hint
+        )
+
+
+def verify_model(name: str, progress: Progress | None = None) -> Verification:
+    """Read all files of a model and compare what can be compared.
+
+    Args:
+        name: the demonstration model, a folder, or `org/name[@revision]` from the cache.
+        progress: told ("Checking", bytes done, bytes in all).
+
+    Raises:
+        NotFoundError: no such folder, or not downloaded.
+        UsageError: the name cannot be one of a model.
+    """
+    if embedded.is_embedded_name(name):
+        folder = embedded.model_dir()
+        manifest = Manifest.read(folder) if folder.is_dir() else None
+        if manifest is None:
+            folder = embedded.verify(progress)  # not built, or not whole: it says so
+            manifest = Manifest.read(folder)
+        assert manifest is not None
+        files = {file: RemoteFile(file, record.num_bytes, record.sha256) for file, record in manifest.files.items()}
+        return Verification(embedded.EMBEDDED_NAME, folder, None, "manifest", _compare(folder, files, progress))
+    here = resolve_here(name)
+    if here is not None:
+        return _verify_folder(here.name, here.path, progress)
+    repository, revision = parse_repository(name)
+    found = locate_snapshot(repository, revision)
+    if found is None:
+        raise not_downloaded(repository, revision)
+    repository, folder = found
+    shown = f"{repository}@{revision}" if revision else repository
+    pulled = PullManifest.read(repository, folder.name)
+    if pulled is None:
+        return Verification(shown, folder, folder.name, "cache", _compare(folder, _from_cache(folder), progress))
+    checked = _compare(folder, {file.name: file for file in pulled.remote_files()}, progress)
+    _note(pulled, folder, checked)
+    return Verification(shown, folder, folder.name, "manifest", checked)
+
+
+def _verify_folder(name: str, folder: Path, progress: Progress | None) -> Verification:
+    noted = _from_local_dir(folder)
+    if noted:
+        return Verification(name, folder, None, "download metadata", _compare(folder, noted, progress))
+    made = Manifest.read(folder)
+    if made is not None:
+        files = {file: RemoteFile(file, record.num_bytes, record.sha256) for file, record in made.files.items()}
+        return Verification(name, folder, None, "manifest", _compare(folder, files, progress))
+    try:
+        shards = {path.name for path in open_index(folder).headers}
+    except CheckpointError as error:
+        raise VerificationError(f"{name} is not as it should be: {error.what}", hint=error.hint) from error
+    absent = missing_files(folder)
+    names = sorted(shards | set(absent) | {path.name for path in folder.iterdir() if path.is_file()})
+    checked = [CheckedFile(file, _size(folder / file), "missing" if file in absent else "unknown", None, None) for file in names]
+    return Verification(name, folder, None, "headers", tuple(checked))
+
+
+def _compare(folder: Path, files: Mapping[str, RemoteFile | None], progress: Progress | None) -> tuple[CheckedFile, ...]:
+    """Read all files; one that is None has nothing to be compared with."""
+    total, before = sum(_size(folder / name) or 0 for name in files), 0
+    checked = []
+    for name, file in sorted(files.items()):
+        path = folder.joinpath(*name.split("/"))
+        size = _size(path)
+        if file is None or size is None:
+            checked.append(CheckedFile(name, size, "missing" if size is None else "unknown", file.etag if file else None, None))
+            continue
+        if file.num_bytes not in (size, -1):  # -1: only the checksum is known
+            checked.append(CheckedFile(name, size, "damaged", file.etag, None))
+            before += size
+            continue
+        done = before
+
+        def report(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if progress is not None:
+                progress(_STAGE, done, total)
+
+        content = hash_file(path, size, file.etag, report=report)
+        before += size
+        checked.append(CheckedFile(name, size, "ok" if content.matches() else "damaged", file.etag, content.found))
+    return tuple(checked)
+
+
+def _from_cache(folder: Path) -> dict[str, RemoteFile | None]:
+    """What the cache says of a snapshot: links to blobs whose names are checksums, or huggingface_hub's own listing of the commit."""
+    listing = _listing(folder.parent.parent / "trees" / f"{folder.name}.json")
+    files: dict[str, RemoteFile | None] = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_dir() and not path.is_symlink():
+            continue
+        name = path.relative_to(folder).as_posix()
+        files[name] = listing.get(name)
+        if path.is_symlink():
+            # Only the first link counts: a blob may itself be a link to a store that many repositories share.
+            with contextlib.suppress(OSError):
+                etag = Path(path.readlink()).name
+                if _CHECKSUM.fullmatch(etag):
+                    files[name] = RemoteFile(name, -1, etag)
+    return files | {name: listing.get(name) for name in missing_files(folder)}
+
+
+def _listing(path: Path) -> dict[str, RemoteFile]:
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["files"]
+        return {name: _listed(name, entry) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return {}
+
+
+def _listed(name: str, entry: Mapping[str, Any]) -> RemoteFile:
+    sha256 = entry.get("lfs_sha256")
+    return RemoteFile(str(name), int(entry["lfs_size"] if sha256 else entry["size"]), str(sha256 or entry["blob_id"]))
+
+
+def _from_local_dir(folder: Path) -> dict[str, RemoteFile | None]:
+    """What `hf download --local-dir` noted: one small file for each (commit, checksum, time), and perhaps the commit's listing."""
+    notes = folder / ".cache" / "huggingface" / "download"
+    files: dict[str, RemoteFile | None] = {}
+    for path in sorted(notes.rglob("*.metadata")):
+        name = path.relative_to(notes).as_posix().removesuffix(".metadata")
+        with contextlib.suppress(OSError, ValueError):
+            lines = path.read_text(encoding="utf-8").splitlines()
+            if len(lines) >= 2 and _CHECKSUM.fullmatch(lines[1].strip()):
+                files[name] = RemoteFile(name, -1, lines[1].strip())
+    return files | dict.fromkeys(missing_files(folder)) if files else {}
+
+
+def _note(pulled: PullManifest, folder: Path, checked: tuple[CheckedFile, ...]) -> None:
+    """Write down what was found, so that the next pull knows which files are bad without reading them all."""
+    files: dict[str, PulledFile] = dict(pulled.files)
+    for file in checked:
+        record = files[file.name]
+        time = 0
+        if file.state == "ok":
+            with contextlib.suppress(OSError):
+                time = folder.joinpath(*file.name.split("/")).stat().st_mtime_ns
+        files[file.name] = replace(record, mtime_ns=time)
+    if files != pulled.files:
+        with contextlib.suppress(OSError):  # a data folder that cannot be written: the next pull reads more
+            replace(pulled, files=files).write()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None

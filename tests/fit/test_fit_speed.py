@@ -1,0 +1,160 @@
+"""The estimates beside what was measured (docs/results): a cost model that nobody has compared with a machine is a guess."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from released_shapes import QWEN3_30B
+
+from rimuru_cli.fit.locality import RECORDED, recorded_hits, uniform_hits
+from rimuru_cli.fit.machine import Gpu, Machine
+from rimuru_cli.fit.placement import Placement, place_on_cpu, place_on_gpu
+from rimuru_cli.fit.shape import shape_of
+from rimuru_cli.fit.speed import decode_range, prompt_range
+from rimuru_models.config import ModelConfig
+
+GIB = 1 << 30
+QWEN = ModelConfig.from_dict(QWEN3_30B)
+# One H200 as docs/results/2026-11-30-qwen3-30b-a3b.md has it: 4.3 TB/s copied, 54.4 GB/s over the link.
+H200 = Gpu("NVIDIA H200", 143_771 << 20, 0, 4300 * 0.93, 800.0, 54.4)
+HOST = Machine(H200, None, 192 * GIB, 160 * GIB, 74.0, 16)
+
+
+def placed(cap_gib: int | None, top_k: int) -> tuple[Placement, Machine]:
+    gpu = replace(H200, cap_bytes=None if cap_gib is None else cap_gib * GIB)
+    return place_on_gpu(shape_of(replace(QWEN, top_k=top_k), None), gpu, HOST.ram_free_bytes), replace(HOST, gpu=gpu)
+
+
+@pytest.mark.parametrize(("cap", "share"), [(16, 0.216), (24, 0.364), (32, 0.512), (None, 1.0)])
+def test_residents_are_those_that_the_engine_had(cap: int | None, share: float) -> None:
+    placement, _ = placed(cap, 8)
+    residents = placement.residents(0)
+    assert residents is not None
+    assert residents / placement.shape.num_experts == pytest.approx(share, abs=0.002)
+
+
+@pytest.mark.parametrize(("cap", "measured"), [(16, 66.5), (24, 124.0), (32, 180.9), (None, 292.3)])
+@pytest.mark.parametrize("top_k", [6, 8], ids=["as recorded", "as the model has it"])
+def test_generation_with_recorded_routing(cap: int | None, measured: float, top_k: int) -> None:
+    rates = decode_range(*placed(cap, top_k), context=100)
+    assert rates is not None
+    assert rates.high == pytest.approx(measured, rel=0.25)
+
+
+def test_generation_with_uniform_routing() -> None:
+    rates = decode_range(*placed(24, 8), context=100)
+    assert rates is not None
+    assert rates.low == pytest.approx(19.1, rel=0.25)
+
+
+@pytest.mark.parametrize(("cap", "tokens", "measured"), [(24, 512, 723.0), (32, 512, 944.0), (24, 4096, 5756.0), (32, 4096, 7427.0)])
+def test_prompts(cap: int, tokens: int, measured: float) -> None:
+    rates = prompt_range(*placed(cap, 8), tokens=tokens)
+    assert rates is not None
+    assert rates.high == pytest.approx(measured, rel=0.25)
+    assert rates.low == pytest.approx(measured, rel=0.25)
+
+
+@pytest.mark.parametrize(("share", "measured"), [(0.216, 0.795), (0.364, 0.920), (0.512, 0.963), (1.0, 1.0)])
+def test_recorded_hits_are_those_that_the_gpu_counted(share: float, measured: float) -> None:
+    assert recorded_hits(share) == pytest.approx(measured, abs=0.005)
+
+
+def test_uniform_hits_are_those_that_the_gpu_counted() -> None:
+    assert uniform_hits(0.364) == pytest.approx(0.355, abs=0.01)
+
+
+@settings(deadline=None)
+@given(st.floats(-1, 2), st.floats(-1, 2))
+def test_more_residents_never_miss_more(a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    assert 0 <= recorded_hits(low) <= recorded_hits(high) <= 1
+    assert 0 <= uniform_hits(low) <= uniform_hits(high) <= 1
+
+
+def test_the_table_of_hits_rises_from_nothing_to_all() -> None:
+    assert RECORDED[0] == (0.0, 0.0) and RECORDED[-1] == (1.0, 1.0)
+    assert list(RECORDED) == sorted(RECORDED)
+    assert [hit for _, hit in RECORDED] == sorted(hit for _, hit in RECORDED)
+    assert all(recorded_hits(share) == hit for share, hit in RECORDED)
+
+
+@settings(deadline=None)
+@given(st.integers(14, 40), st.integers(0, 131_072), st.floats(1, 60))
+def test_ranges_are_ranges(cap: int, context: int, link: float) -> None:
+    placement, machine = placed(cap, 8)
+    assert machine.gpu is not None
+    machine = replace(machine, gpu=replace(machine.gpu, link_gb_per_s=link))
+    for rates in (decode_range(placement, machine, context), prompt_range(placement, machine, max(1, context))):
+        if rates is not None:
+            assert 0 < rates.low <= rates.high
+    assert (decode_range(placement, machine, context) is None) == (context > placement.plan.context)
+
+
+@settings(deadline=None)
+@given(st.integers(14, 39), st.integers(0, 12_000))
+def test_more_memory_is_never_slower(cap: int, context: int) -> None:
+    less, more = (decode_range(*placed(one, 8), context=context) for one in (cap, cap + 1))
+    if less is not None:
+        assert more is not None
+        assert less.low <= more.low and less.high <= more.high
+
+
+@settings(deadline=None)
+@given(st.floats(1, 100), st.floats(1, 100))
+def test_a_faster_link_is_never_slower(a: float, b: float) -> None:
+    placement, machine = placed(24, 8)
+    assert machine.gpu is not None
+    slow, fast = (replace(machine, gpu=replace(machine.gpu, link_gb_per_s=rate)) for rate in sorted((a, b)))
+    for estimate in (decode_range, prompt_range):
+        first, second = estimate(placement, slow, 4096), estimate(placement, fast, 4096)
+        assert first is not None and second is not None
+        assert first.low <= second.low * 1.0001 and first.high <= second.high * 1.0001
+
+
+def test_a_longer_conversation_is_slower() -> None:
+    placement, machine = placed(32, 8)
+    rates = [decode_range(placement, machine, context) for context in (0, 8192, 32768, 131072)]
+    highs = [rate.high for rate in rates if rate is not None]
+    assert len(highs) == 4
+    assert highs == sorted(highs, reverse=True) and highs[0] > highs[-1]
+
+
+def test_the_cpu_reads_what_does_not_fit_the_file_cache_from_the_disk() -> None:
+    machine = Machine(None, "none", 512 * GIB, 460 * GIB, 40.0, 16)
+    shape = shape_of(QWEN, None)
+    roomy = place_on_cpu(shape, machine.ram_free_bytes)
+    tight = replace(roomy, ram_free_bytes=roomy.plan.ceiling)
+    small = place_on_cpu(shape, 60 * GIB)
+    fast, slow = (decode_range(replace(small, ram_free_bytes=free), machine, 0) for free in (460 * GIB, small.plan.ceiling))
+    assert fast is not None and slow is not None and slow.high < fast.high
+    assert decode_range(tight, machine, 0) == decode_range(roomy, machine, 0), "all experts are resident: nothing is missed"
+
+
+def test_the_cpu_estimate_contains_what_the_demonstration_model_did() -> None:
+    # docs/results/2026-11-30-cpu-decode.md: 20.7 tok/s fully resident, on 2 processors that stream 22 to 40 GB/s.
+    config = ModelConfig.from_dict(
+        {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 48,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 20,
+            "max_position_embeddings": 8192,
+            "tie_word_embeddings": True,
+        }
+    )
+    for rate, slack in ((22.0, 1.1), (40.0, 1.0)):
+        machine = Machine(None, "none", 24 * GIB, 20 * GIB, rate, 2)
+        rates = decode_range(place_on_cpu(shape_of(config, None), machine.ram_free_bytes), machine, 40)
+        assert rates is not None
+        assert rates.low < 20.7 < rates.high * slack
