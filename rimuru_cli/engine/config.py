@@ -1,4 +1,4 @@
-"""What the engine is told, and how it divides the memory it was given."""
+"""What the engine is told, and how it divides the memory it was given. No torch: `rimuru fit` asks the same before a download."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import psutil
-import torch
 
+from rimuru_cli.engine.admission import AdmissionPolicy, paced
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants, AdjusterPolicy, decide
-from rimuru_cli.engine.experts.executor import MoeMode, PooledExperts
-from rimuru_cli.engine.experts.ranking import DEFAULT_DECAY
-from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PageKind, PoolGeometry, choose_block_tokens, expert_tiling
-from rimuru_kernels.backend import select_backend
-from rimuru_kernels.paged_attention.reference import MAX_SCORES
+from rimuru_cli.engine.experts.defaults import DEFAULT_DECAY
+from rimuru_cli.engine.memory.division import Division
+from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PoolGeometry, choose_block_tokens, expert_tiling
+from rimuru_cli.engine.memory.state_layout import StateLayout
+from rimuru_kernels.sizes import MAX_SCORES
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError, UsageError
 from rimuru_models.layout import dense_bytes, expert_bytes
+
+if TYPE_CHECKING:
+    from rimuru_cli.engine.experts.executor import MoeMode
 
 MIB = 1 << 20
 
@@ -29,8 +32,10 @@ _BUFFER_BYTES = 64 * MIB
 # Context that must fit beside the experts' floor, and context that the default size makes room for, in tokens.
 _LEAST_CONTEXT = 512
 _DEFAULT_CONTEXT = 8192
+# Sequences' states that the default size makes room for: one that runs, and those that are kept to resume from.
+_DEFAULT_STATES = 5
 # Share of the free memory of the machine that is taken when no ceiling is given.
-_DEFAULT_SHARE = 0.7
+DEFAULT_SHARE = 0.7
 
 Progress = Callable[[str, int, int], None]
 Device = Literal["auto", "cpu", "cuda", "emulated"]
@@ -52,11 +57,17 @@ class EngineConfig:
         max_sequences: most sequences that run at once.
         moe_mode: how missing experts are reached in steps of several tokens; "auto" decides by measured cost.
         expert_offload_limit: most absent experts per layer (EOL); None: only the floor counts.
+        fixed_residents: every layer keeps just its floor of experts, whatever is free; with `experts.adjuster.hold` nothing ever moves.
         decay: of the live ranking, per token.
+        prediction: guess the next layer's experts and bring the likeliest early, on a device, one sequence at a time; None: as measured,
+            which is off so far (docs/results says why).
+        live_ranking: whether what routers choose counts; otherwise the profile alone ranks experts (where a device computes).
         profile: hotset profile that seeds the ranking; None: none.
         adjuster: decides when pages change hands.
+        admission: decides whether a sequence is worth the experts that leave for it; `admission.eager` is the paper's way.
         max_page_bytes: projections larger than this are tiled.
         poison: fill the pool with NaN bytes first, so that reading what was never written shows.
+        pinned_bytes: most main memory to page-lock for experts where a device computes; None: as much as is free and the driver allows.
         device: where to compute; "auto" takes a GPU if there is a usable one. "emulated" is the way of a GPU on the CPU, for tests.
     """
 
@@ -70,11 +81,16 @@ class EngineConfig:
     max_sequences: int = 8
     moe_mode: MoeMode = "auto"
     expert_offload_limit: int | None = None
+    fixed_residents: bool = False
     decay: float = DEFAULT_DECAY
+    prediction: bool | None = None
+    live_ranking: bool = True
     profile: Path | None = None
     adjuster: AdjusterPolicy = decide
+    admission: AdmissionPolicy = paced
     max_page_bytes: int = MAX_PAGE_BYTES
     poison: bool = False
+    pinned_bytes: int | None = None
     device: Device = "auto"
 
     def __post_init__(self) -> None:
@@ -86,6 +102,7 @@ class EngineConfig:
             "max_sequences": 1,
             "expert_offload_limit": 0,
             "max_page_bytes": 1,
+            "pinned_bytes": 0,
         }
         for name, low in least.items():
             value = getattr(self, name)
@@ -105,10 +122,12 @@ class MemoryPlan:
         program: the process as it was before loading.
         floor: experts of each MoE layer that are never retired.
         buffer_experts: experts that each of the two loading buffers holds.
-        kv_pages: most KV pages that there may be, with experts at their floor.
+        division: sums over the page sizes; in a model with recurrent layers it knows the states of a sequence.
+        floor_pages: expert pages of the floor of all layers and of the loading buffers.
+        kv_pages: most KV pages that there may be, with experts at their floor and the states of one sequence.
         context: longest context in tokens that model, settings and pool allow.
         minimum: least ceiling with which this model runs; `least_pool` is the pool in it, `full_pool` one that holds every expert
-            and a long chat.
+            and a long chat; `most_pool` one beyond which more is of no use.
         max_batch_tokens: most tokens of a step.
     """
 
@@ -121,11 +140,14 @@ class MemoryPlan:
     pool: int
     floor: int
     buffer_experts: int
+    division: Division
+    floor_pages: int
     kv_pages: int
     context: int
     minimum: int
     least_pool: int
     full_pool: int
+    most_pool: int
     max_batch_tokens: int
 
 
@@ -137,6 +159,11 @@ def program_bytes() -> int:
 
 def device_memory_bytes() -> int:
     """Memory of the device that "auto" computes on: the GPU's, or main memory."""
+    # Imported here: dividing memory needs no torch, asking a GPU does.
+    import torch
+
+    from rimuru_kernels.backend import select_backend
+
     if select_backend().name == "triton":
         return int(torch.cuda.mem_get_info()[1])
     return int(psutil.virtual_memory().total)
@@ -153,11 +180,12 @@ def expert_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int
 
 
 def page_geometry(model: ModelConfig, itemsize: int, config: EngineConfig) -> tuple[PoolGeometry, int]:
-    """Page sizes of a pool whose experts and cache have elements of `itemsize` bytes, and the tokens of a KV page."""
+    """Page sizes of a pool whose experts, cache and convolution states have elements of `itemsize` bytes, and the tokens of a KV page."""
     f, d = model.expert_intermediate, model.hidden_size
     page_bytes = f * d * itemsize // expert_tiling(f, d, itemsize, config.max_page_bytes)
     kv_token_bytes = 2 * model.num_kv_heads * model.head_dim * itemsize
-    block_tokens = choose_block_tokens(kv_token_bytes, page_bytes, requested=config.block_tokens)
+    state = model.recurrent.state_bytes if model.recurrent is not None else None
+    block_tokens = choose_block_tokens(kv_token_bytes, page_bytes, state, requested=config.block_tokens)
     geometry = PoolGeometry.build(
         f=f,
         d=d,
@@ -166,13 +194,26 @@ def page_geometry(model: ModelConfig, itemsize: int, config: EngineConfig) -> tu
         head_dim=model.head_dim,
         kv_itemsize=itemsize,
         block_tokens=block_tokens,
+        ssm_page_bytes=state,
+        conv_row_bytes=model.recurrent.conv_row_bytes(itemsize) if model.recurrent is not None else None,
         max_page_bytes=config.max_page_bytes,
     )
     return geometry, block_tokens
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> MemoryPlan:
+def page_division(model: ModelConfig, geometry: PoolGeometry) -> Division:
+    """How the pages of a model add up."""
+    if model.recurrent is None:
+        return Division(geometry)
+    return Division(geometry, StateLayout.build(geometry, len(model.recurrent_layers), model.recurrent.conv_rows))
+
+
+def plan_memory(model: ModelConfig, config: EngineConfig, program: int, available: int | None = None) -> MemoryPlan:
     """Divide the ceiling among program, dense weights, workspace and pool.
+
+    Args:
+        program: bytes of the process before loading.
+        available: bytes of main memory that are free; None: as this machine has now.
 
     Raises:
         DoesNotFitError: the ceiling (or the machine) is too small; says the minimum.
@@ -184,22 +225,21 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> Memor
     wanted_context = min(model.max_positions, config.context or model.max_positions)
     dense = dense_bytes(model, 4)
     reserve = AdjusterConstants().high_free + pages_per_expert
+    division, kv_layers = page_division(model, geometry), len(model.attention_layers)
+    floor_pages = (floor * layers + 2 * buffer_experts) * pages_per_expert
 
-    def pool_bytes(experts: int, context: int, spare_pages: int = 0) -> int:
-        kv_pages = -(-context // block_tokens) * model.num_layers
-        kv_parents = -(-kv_pages // geometry.layout(PageKind.KV).per_parent)
-        pages = (experts + 2 * buffer_experts) * pages_per_expert + kv_parents + spare_pages
-        return -(-pages // geometry.pages_per_huge(PageKind.EXPERT)) * geometry.huge_page_bytes
+    def pool_bytes(experts: int, context: int, spare_pages: int = 0, states: int = 1) -> int:
+        kv_pages = -(-context // block_tokens) * kv_layers
+        pages = (experts + 2 * buffer_experts) * pages_per_expert + spare_pages
+        return division.huge_pages(pages, kv_pages, states) * geometry.huge_page_bytes
 
     def kv_pages_of(pool: int) -> int:
-        """KV pages that a pool of so many bytes can give, with experts at their floor."""
-        pages = pool // geometry.huge_page_bytes * geometry.pages_per_huge(PageKind.EXPERT)
-        spare_pages = max(0, pages - (floor * layers + 2 * buffer_experts) * pages_per_expert)
-        return spare_pages * geometry.layout(PageKind.KV).per_parent
+        """KV pages that a pool of so many bytes can give, with experts at their floor and one sequence."""
+        return division.kv_pages(pool // geometry.huge_page_bytes, floor_pages, 1)
 
     def context_of(pool: int) -> int:
         """Tokens that one sequence can reach in a pool of so many bytes."""
-        return min(wanted_context, kv_pages_of(pool) // model.num_layers * block_tokens)
+        return min(wanted_context, kv_pages_of(pool) // kv_layers * block_tokens)
 
     def needed(pool: int) -> int:
         """The whole process with a pool of so many bytes; a longer context also takes more workspace."""
@@ -208,7 +248,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> Memor
     least = pool_bytes(floor * layers, min(wanted_context, _LEAST_CONTEXT))
     minimum = needed(least)
     everything = layers * model.num_experts
-    full = pool_bytes(everything, min(wanted_context, _DEFAULT_CONTEXT), reserve)
+    full = pool_bytes(everything, min(wanted_context, _DEFAULT_CONTEXT), reserve, _DEFAULT_STATES)
     if config.memory_bytes is not None:
         ceiling = config.memory_bytes
     elif config.pool_bytes is not None:
@@ -217,7 +257,8 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> Memor
         experts = max(floor * layers, round(config.resident_share * everything))
         ceiling = needed(max(least, pool_bytes(experts, 0, reserve)))
     else:
-        ceiling = min(needed(full), program + int(_DEFAULT_SHARE * psutil.virtual_memory().available))
+        available = psutil.virtual_memory().available if available is None else available
+        ceiling = min(needed(full), program + int(DEFAULT_SHARE * available))
     if ceiling < minimum:
         machine = config.memory_bytes is None
         given = f"this machine has {_mib(ceiling)} to give" if machine else f"the ceiling is {_mib(ceiling)}"
@@ -227,7 +268,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> Memor
             hint="Close other programs, or choose a smaller model." if machine else f"Give at least --memory {-(-minimum // MIB)}MiB.",
         )
     # No pool is larger than all experts and the whole context of every sequence.
-    most = pool_bytes(everything, wanted_context * config.max_sequences, reserve)
+    most = pool_bytes(everything, wanted_context * config.max_sequences, reserve, config.max_sequences * _DEFAULT_STATES)
     sizes = range(0, most + 1, geometry.huge_page_bytes)
     pool = sizes[bisect_right(sizes, ceiling, key=needed) - 1]
     return MemoryPlan(
@@ -240,11 +281,14 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int) -> Memor
         pool=pool,
         floor=floor,
         buffer_experts=buffer_experts,
+        division=division,
+        floor_pages=floor_pages,
         kv_pages=kv_pages_of(pool),
         context=context_of(pool),
         minimum=minimum,
         least_pool=least,
         full_pool=full,
+        most_pool=most,
         max_batch_tokens=config.max_batch_tokens,
     )
 
@@ -254,12 +298,19 @@ def _workspace_bytes(model: ModelConfig, config: EngineConfig, context: int) -> 
     tokens = min(config.max_batch_tokens, context)
     heads = model.num_heads * model.head_dim
     widest = max(model.dense_intermediate or 0, model.shared_intermediate or 0)
-    activations = tokens * 4 * (6 * model.hidden_size + 6 * heads + 3 * widest)
+    mixer = 0 if model.recurrent is None else 6 * model.recurrent.channels + 10 * model.recurrent.inner
+    activations = tokens * 4 * (6 * model.hidden_size + max(6 * heads, mixer) + 3 * widest)
     scores = 3 * 4 * min(max(MAX_SCORES, model.num_heads * context), tokens * model.num_heads * context)
     gathered = 2 * 4 * context * model.num_kv_heads * model.head_dim
     logits = 4 * 4 * min(config.max_sequences, tokens) * model.vocab_size
-    experts = PooledExperts.workspace_bytes(model.top_k, model.expert_intermediate, model.hidden_size, tokens)
+    experts = executor_bytes(model.top_k, model.expert_intermediate, model.hidden_size, tokens)
     return activations + scores + gathered + logits + experts
+
+
+def executor_bytes(top_k: int, f: int, d: int, max_tokens: int) -> int:
+    """Bytes of the buffers of `experts.executor.PooledExperts` and of its largest temporary tensors in a layer of `max_tokens` tokens."""
+    per_token = 4 * (top_k * d * 2 + 4 * f + 2 * d)
+    return (top_k + 1) * 3 * f * d * 4 + max_tokens * per_token
 
 
 def _mib(num_bytes: int) -> str:

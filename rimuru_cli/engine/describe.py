@@ -41,6 +41,7 @@ def engine_info(
         page_bytes=plan.geometry.expert_page_bytes,
         expert_bytes=expert_bytes(model, dtype.itemsize),
         block_tokens=plan.block_tokens,
+        mapped_bytes=len(model.moe_layers) * model.num_experts * expert_bytes(model, dtype.itemsize),
         notices=context_notices(plan.context, config, model.max_positions),
         profile=str(config.profile) if config.profile is not None else None,
     )

@@ -2,12 +2,14 @@
 
     step():  commit loaded experts -> schedule (take pages) -> adjust (experts <-> free blocks) -> forward -> sample -> reclaim
 
-Pages change owners between forward passes only, so nothing is read while it is given away. Not thread-safe: one thread steps.
+Pages change owners between forward passes only, so nothing is read while it is given away. One thread steps; a publisher may look on, and
+change the ceiling, from another between two steps.
 """
 
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -15,19 +17,27 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from rimuru_cli.engine.admission import PACED_FROM, AdmissionStats
+from rimuru_cli.engine.ceiling import MemoryChange, Running, described, least_ceiling, replan, shrink_pool
 from rimuru_cli.engine.config import EngineConfig, Progress
 from rimuru_cli.engine.experts.adjuster import AdjusterStats
 from rimuru_cli.engine.experts.executor import Recorder
+from rimuru_cli.engine.hybrid_scheduler import HybridScheduler
 from rimuru_cli.engine.loading import load_parts
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.parts import Parts
+from rimuru_cli.engine.pictures import snapshot_of, tally_of
 from rimuru_cli.engine.request import FinishReason, Request, RequestStatus, SamplingParams
 from rimuru_cli.engine.sampler import SamplerState, sample
 from rimuru_cli.engine.scheduler import ScheduledRows, Scheduler
 from rimuru_cli.engine.sequence import Sequence as TokenSequence
-from rimuru_cli.engine.stats import AdjusterEvent, EngineInfo, Snapshot
+from rimuru_cli.engine.stats import CEILING_LOWERED, AdjusterEvent, EngineInfo, Snapshot, Tally, Work
+from rimuru_cli.engine.telemetry.collect import Watched
+from rimuru_cli.engine.telemetry.publish import Publisher
+from rimuru_cli.engine.turns import in_turn
 from rimuru_models.errors import DoesNotFitError, UsageError
 
 _KEPT_EVENTS = 64
@@ -69,25 +79,31 @@ class Engine:
 
     def __init__(self, parts: Parts, config: EngineConfig) -> None:
         self._parts = parts
+        self._now = parts.clock
         self._config = config
         self.info: EngineInfo = parts.info
         self.eos_ids: frozenset[int] = parts.eos_ids
         self._allocator = parts.pool.allocator
         self._kv_per_block = parts.plan.geometry.layout(PageKind.KV).per_parent
-        self._scheduler = Scheduler(
-            parts.blocks,
-            self._available_pages,
-            self._make_room,
-            max_batch_tokens=parts.plan.max_batch_tokens,
-            max_sequences=config.max_sequences,
-        )
+        self._scheduler = self._make_scheduler()
         self._sequences: dict[int, TokenSequence] = {}
         self._samplers: dict[int, SamplerState] = {}
         self._clocks: dict[int, _Clock] = {}
         self._ids = itertools.count(1)
-        self._steps = 0
+        self._work = Work()
+        self._turn = threading.RLock()
+        self._publisher: Publisher | None = None
         self._events: deque[AdjusterEvent] = deque(maxlen=_KEPT_EVENTS)
+        self._watched = Watched(lambda: self.info, self._parts, self._scheduler, self._work, self._events)
         self._closed = False
+
+    def _make_scheduler(self) -> Scheduler:
+        parts, recurrent = self._parts, self._parts.recurrent
+        limits = {"max_batch_tokens": parts.plan.max_batch_tokens, "max_sequences": self._config.max_sequences}
+        if recurrent is None:
+            return Scheduler(parts.blocks, self._available_pages, self._make_room, self._worth, **limits)
+        recurrent.room.adjust = self._adjust
+        return HybridScheduler(parts.blocks, recurrent.states, recurrent.bookmarks, recurrent.room, **limits)
 
     @classmethod
     def load(cls, model_dir: Path, config: EngineConfig | None = None, progress: Progress | None = None) -> Engine:
@@ -110,6 +126,7 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._sequences)
 
+    @in_turn
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt.
 
@@ -134,32 +151,45 @@ class Engine:
         sequence = TokenSequence(request, list(prompt), longest)
         self._sequences[request.id] = sequence
         self._samplers[request.id] = SamplerState(params, prompt, device=self._parts.device)
-        self._clocks[request.id] = _Clock(time.perf_counter())
+        self._clocks[request.id] = _Clock(self._now())
         self._scheduler.add(sequence)
         return request
 
+    @in_turn
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return the tokens it produced; an empty list if there was nothing to do or only prompts were computed."""
+        began = self._now()
         parts = self._parts
+        waited = parts.residency.waited
         parts.residency.commit()
+        self._handed_over(0, began, waited)
         plan = self._scheduler.schedule()
         if not plan:
             return []
         self._adjust(required_blocks=0)
-        now = time.perf_counter()
+        now = self._now()
         for rows in plan:
             clock = self._clocks[rows.sequence.request.id]
             if clock.started is None:
                 clock.started = now
                 rows.sequence.request.timings.cached_tokens = rows.sequence.computed
-        logits = parts.runner.forward(plan)
         sampling = [rows.sequence for rows in plan if rows.samples]
-        tokens = [] if logits is None else sample(logits, [self._samplers[s.request.id] for s in sampling])
+        try:
+            logits = parts.runner.forward(plan)
+            states = [self._samplers[s.request.id] for s in sampling]
+            tokens = [] if logits is None else sample(logits, states, parts.runner.launch_ahead)
+        except BaseException:
+            self._scheduler.torn(plan)
+            raise
         # Only now, so that a step that fails can be tried again: a sequence whose newest token is computed always has a next one.
         self._count_rows(plan)
-        self._steps += 1
-        return [self._accept(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
+        self._scheduler.computed(plan)
+        outputs = [self._accept(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
+        self._work.add_step(self._now() - began)
+        if self._publisher is not None:
+            self._publisher.stepped()
+        return outputs
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[int]:
         """Tokens of one answer as they come; closing the iterator cancels the request."""
@@ -172,55 +202,118 @@ class Engine:
         finally:
             self.cancel(request)
 
+    @in_turn
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are kept for reuse or freed. Does nothing if it ended already."""
         sequence = self._sequences.get(request.id)
         if sequence is not None:
             self._finish(sequence, "cancelled")
 
+    def publish(self, publisher: Publisher) -> None:
+        """Let dashboards of this user look on until the engine is closed.
+
+        Raises:
+            OSError: they cannot (no folder, no room); the engine is as before.
+        """
+        if self._publisher is not None:
+            self._publisher.close()
+        publisher.open(self._watched, self._turn, lambda ceiling: self.set_memory(ceiling).summary())
+        self._publisher = publisher
+
+    @in_turn
+    @torch.inference_mode()
+    def set_memory(self, ceiling_bytes: int) -> MemoryChange:
+        """Change the memory ceiling between two steps, also in the middle of answers; what they say does not change.
+
+        A lower ceiling gives memory back to the driver or the system: experts leave the pool, and what lies at its end moves. A higher one
+        takes memory, up to what the machine has, and experts come in with the next steps. `info` follows. An answer without a
+        `max_tokens` of its own ends where the context that the new ceiling allows is full; others keep what they were promised.
+
+        Raises:
+            UsageError: not a positive number, or the engine is closed.
+            DoesNotFitError: too little for the model or for what is running (says the least that is enough), or more than the machine has;
+                nothing has changed.
+        """
+        if self._closed:
+            raise UsageError("The engine is closed, so its memory cannot be changed.")
+        began, parts = self._now(), self._parts
+        plan = replan(parts, self._config, ceiling_bytes, self._running())
+        before, pool = parts.plan, parts.pool
+        retired = moved = evicted = returned = taken = 0
+        held = pool.committed_bytes
+        if plan.pool < pool.num_bytes:
+            retired, moved, evicted, returned = shrink_pool(parts, plan.pool)
+        elif plan.pool > pool.num_bytes:
+            try:
+                pool.grow(plan.pool)
+            except MemoryError as error:
+                raise DoesNotFitError(
+                    f"There is not enough memory for this ceiling ({error}); nothing has changed.",
+                    hint="Close other programs, or give less.",
+                ) from error
+            taken = pool.committed_bytes - held
+        parts.plan = plan
+        self.info = described(self.info, parts, self._config, plan)
+        if retired:
+            free = self._allocator.available(PageKind.EXPERT)
+            self._events.append(AdjusterEvent(self._work.steps, retired, 0, CEILING_LOWERED, 0, free, time.time()))
+            self._work.adjustments += 1
+        return MemoryChange(
+            memory_before=before.ceiling,
+            memory_bytes=plan.ceiling,
+            pool_before=before.pool,
+            pool_bytes=plan.pool,
+            returned_bytes=returned,
+            taken_bytes=taken,
+            retired_experts=retired,
+            moved_bytes=moved,
+            evicted_tokens=evicted,
+            context_limit=plan.context,
+            seconds=self._now() - began,
+        )
+
+    @in_turn
+    def forget(self) -> None:
+        """Give up all text that is kept only for reuse: the next prompts are computed from their first token."""
+        self._forget_kept()
+
+    @property
+    def least_memory(self) -> int:
+        """The smallest ceiling in bytes that `set_memory` would accept now."""
+        with self._turn:
+            return least_ceiling(self._parts, self._config, self._running())
+
     @contextmanager
     def recording(self, recorder: Recorder) -> Iterator[None]:
         """Tell `recorder` what the routers choose while the block runs, from a state without prompts kept for reuse."""
-        self._parts.blocks.evict(self._parts.blocks.idle_pages)
+        self._forget_kept()
         self._parts.experts.recorder = recorder
         try:
             yield
         finally:
             self._parts.experts.recorder = None
 
+    @in_turn
     def snapshot(self) -> Snapshot:
         """The pool's composition and the counters right now."""
-        parts = self._parts
-        residency, experts = parts.residency, parts.experts
-        owned = {kind.value: size for kind, size in self._allocator.bytes_by_kind().items()}
-        buffers = parts.buffers.num_pages * parts.plan.geometry.expert_page_bytes
-        owned["expert"] = owned.get("expert", 0) - buffers
-        owned["buffer"] = buffers
-        return Snapshot(
-            step=self._steps,
-            pool_bytes=parts.plan.pool,
-            free_bytes=self._allocator.free_bytes,
-            tail_bytes=self._allocator.tail_bytes,
-            bytes_by_kind=owned,
-            cached_kv_bytes=parts.blocks.idle_pages * parts.plan.geometry.kv_page_bytes,
-            resident_experts=residency.num_resident,
-            total_experts=residency.total,
-            resident_by_layer=tuple(residency.counts),
-            expert_uses=experts.uses,
-            expert_hits=experts.hits,
-            expert_bytes_read=parts.host.bytes_read,
-            running=len(self._scheduler.running),
-            waiting=len(self._scheduler.waiting),
-            context_tokens=sum(len(s.tokens) for s in self._sequences.values()),
-            preemptions=self._scheduler.preemptions,
-            events=tuple(self._events),
-        )
+        return snapshot_of(self._watched)
 
+    def tally(self) -> Tally:
+        """What `snapshot` says that changes with every step, at a tenth of the cost. Only for the thread that steps."""
+        return tally_of(self._watched)
+
+    @in_turn
     def check_integrity(self) -> None:
         """All tables agree: allocator, resident experts, loading buffers, token blocks. Raises AssertionError otherwise."""
         self._allocator.check_integrity()
         self._parts.residency.check_integrity()
         held = {id(b): b for s in self._sequences.values() for b in s.blocks}
+        recurrent = self._parts.recurrent
+        if recurrent is not None:
+            held |= {id(b): b for bookmark in recurrent.bookmarks.all() for b in bookmark.blocks}
+            known = [s.states for s in self._sequences.values() if s.states is not None]
+            known += [states for s in self._sequences.values() for states in s.keeping.values()]
+            recurrent.check_integrity(known, self._allocator)
         kv_pages = sum(len(b.pages) for b in held.values()) + self._parts.blocks.idle_pages
         assert kv_pages == self._allocator.owned(PageKind.KV), (
             f"{kv_pages} KV pages are known, {self._allocator.owned(PageKind.KV)} are owned"
@@ -232,6 +325,12 @@ class Engine:
 
     def close(self) -> None:
         """End all requests and give every page back. The engine cannot be used afterwards."""
+        if self._publisher is not None:
+            self._publisher.close()
+        self._give_everything_back()
+
+    @in_turn
+    def _give_everything_back(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -239,11 +338,12 @@ class Engine:
         try:
             for sequence in list(self._sequences.values()):
                 self._finish(sequence, "cancelled")
-            parts.blocks.evict(parts.blocks.idle_pages)
+            self._forget_kept()
             parts.residency.close()
             parts.buffers.close()
         finally:
-            # Whatever a torn step left behind: thread and files are given up.
+            # Whatever a torn step left behind: threads and files are given up.
+            parts.experts.close()
             parts.loader.close()
             parts.host.close()
             parts.reader.close()
@@ -253,6 +353,22 @@ class Engine:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _forget_kept(self) -> None:
+        """Give up everything that is kept only for reuse."""
+        if self._parts.recurrent is not None:
+            self._parts.recurrent.bookmarks.forget_all()
+        self._parts.blocks.evict(self._parts.blocks.idle_pages)
+
+    def _running(self) -> Running:
+        """What has to go on: pages that are held, and the longest text that was promised; without `max_tokens`, what there is so far."""
+        longest = [s.limit if s.request.params.max_tokens is not None else len(s.tokens) + 1 for s in self._sequences.values()]
+        recurrent = self._parts.recurrent
+        if recurrent is not None:
+            held, states = recurrent.room.held()
+            return Running(held, max(longest, default=0), states)
+        held = self._allocator.owned(PageKind.KV) - self._parts.blocks.idle_pages
+        return Running(kv_pages=held, tokens=max(longest, default=0))
 
     def _kv_allowance(self) -> int:
         """KV pages that may still be taken before experts at their floor and loading buffers would not fit beside them."""
@@ -272,11 +388,26 @@ class Engine:
             lacking = num_pages - self._allocator.available(PageKind.KV)
         return True
 
+    def _worth(self, blocks: int) -> bool:
+        """Whether a sequence of so many token blocks is worth the experts that leave for it."""
+        parts, running = self._parts, len(self._scheduler.running)
+        residency, info = parts.residency, self.info
+        # One that is short now will be as long as the others.
+        pages = max(blocks * parts.blocks.num_layers, (self._allocator.owned(PageKind.KV) - parts.blocks.idle_pages) / max(1, running))
+        in_experts = pages / (self._kv_per_block * residency.pages_per_expert)
+        used = 1.0 - (1.0 - info.top_k / info.num_experts) ** running  # an expert, by a step
+        seconds = 0.0 if parts.link_rate is None else used * parts.host.expert_bytes / parts.link_rate
+        # With all experts resident it displaces none yet, but the one that is to leave now.
+        displaced = min(in_experts, residency.expandable + 1.0)
+        return self._config.admission(AdmissionStats(running, displaced, seconds, self._work.step_seconds))
+
     def _adjust(self, required_blocks: int) -> None:
-        residency = self._parts.residency
+        residency, began = self._parts.residency, self._now()
+        waited = residency.waited
+        spare = self._spare_blocks()
         stats = AdjusterStats(
             required_blocks=required_blocks,
-            free_blocks=self._allocator.available(PageKind.EXPERT),
+            free_blocks=self._allocator.available(PageKind.EXPERT) + spare,
             pages_per_expert=residency.pages_per_expert,
             shrinkable=residency.shrinkable,
             expandable=residency.expandable,
@@ -284,32 +415,62 @@ class Engine:
         decision = self._config.adjuster(stats)
         # Whatever the policy, a sequence that needs pages gets them while experts are above the floor, and no expert takes them back.
         shrink = max(decision.shrink, 1 if required_blocks > 0 else 0)
+        # Nor are experts put aside for sequences that would not be given them.
+        if shrink and required_blocks == 0 and not self._worth(self._youngest_blocks()):
+            shrink = 0
         expand = 0 if shrink else max(decision.expand, 0)
         shrunk = residency.shrink(shrink) if shrink else 0
+        if expand and spare:
+            self._evict_for(expand)
         expanded = residency.expand(expand) if expand else 0
         if shrunk or expanded:
-            self._events.append(AdjusterEvent(self._steps, shrunk, expanded, decision.reason, stats.required_blocks, stats.free_blocks))
+            handed_over = (shrunk + expanded) * residency.pages_per_expert * self._parts.plan.geometry.expert_page_bytes
+            self._handed_over(handed_over, began, waited)
+            blocks = stats.required_blocks, stats.free_blocks
+            self._events.append(AdjusterEvent(self._work.steps, shrunk, expanded, decision.reason, *blocks, time.time()))
+            self._work.adjustments += 1
+
+    def _handed_over(self, num_bytes: int, began: float, waited: float) -> None:
+        """Count pages that changed hands since `began`; while the device was busy with what was queued before, nothing stood still."""
+        self._work.add_handover(num_bytes, self._now() - began - (self._parts.residency.waited - waited))
+
+    def _spare_blocks(self) -> int:
+        """Blocks that text kept only for reuse holds and experts had better have: where many sequences run, all of it."""
+        many = len(self._scheduler.running) >= PACED_FROM and self._parts.link_rate is not None
+        return self._parts.blocks.idle_pages // self._kv_per_block if many else 0
+
+    def _evict_for(self, experts: int) -> None:
+        """Give up text kept for reuse until so many experts fit, as far as that goes."""
+        blocks, wanted = self._parts.blocks, experts * self._parts.residency.pages_per_expert
+        while self._allocator.available(PageKind.EXPERT) < wanted and blocks.evict(self._kv_per_block):
+            pass
+
+    def _youngest_blocks(self) -> int:
+        running = self._scheduler.running
+        return len(running[-1].blocks) if running else 0
 
     def _count_rows(self, plan: Sequence[ScheduledRows]) -> None:
-        row_hits = self._parts.experts.row_hits
+        # Sums from the first row on, so that a sequence's hits are a difference: hundreds of small sums would take longer than the step.
+        hits = [0, *np.cumsum(self._parts.experts.row_hits).tolist()]
         uses = self._parts.host.num_layers * self.info.top_k
         start = 0
         for rows in plan:
             request = rows.sequence.request
             request.expert_uses += rows.count * uses
-            request.expert_hits += int(row_hits[start : start + rows.count].sum())
+            request.expert_hits += hits[start + rows.count] - hits[start]
             request.timings.computed_tokens += rows.count
+            self._work.add_rows(request.id, rows.count, generating=bool(request.output_ids))
             rows.sequence.computed += rows.count
             start += rows.count
 
     def _accept(self, sequence: TokenSequence, token: int) -> TokenOutput:
-        request, now = sequence.request, time.perf_counter()
+        request, now = sequence.request, self._now()
         clock, timings = self._clocks[request.id], request.timings
         assert clock.started is not None
         if clock.first_token is None:
             clock.first_token = now
             timings.prompt_seconds = now - clock.started
-            timings.ttft_seconds = now - clock.submitted
+            timings.ttft_seconds = self._work.ttft_seconds = now - clock.submitted
         timings.generation_seconds = now - clock.first_token
         if token in self.eos_ids and not request.params.ignore_eos:
             self._finish(sequence, "stop")
@@ -317,7 +478,8 @@ class Engine:
         sequence.tokens.append(token)
         request.output_ids.append(token)
         timings.generated_tokens += 1
-        if len(sequence.tokens) >= sequence.limit:
+        # A ceiling that was lowered meanwhile may allow less than when the request came.
+        if len(sequence.tokens) >= min(sequence.limit, self.info.context_limit):
             self._finish(sequence, "length")
         return TokenOutput(request, token, request.finish_reason)
 

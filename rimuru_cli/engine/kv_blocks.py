@@ -9,11 +9,12 @@ copied into a fresh block, because two continuations cannot write into one page.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from rimuru_cli.engine.block_table import BlockTable
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import KVView
@@ -31,6 +32,7 @@ class TokenBlock:
         tokens: the block's token ids once it is in the tree, else None.
         parent: the block before it (None at the beginning of a text).
         children: blocks that continue this one, by their token ids.
+        slot: its row in the `BlockTable`.
     """
 
     pages: list[int]
@@ -38,6 +40,7 @@ class TokenBlock:
     tokens: Tokens | None = None
     parent: TokenBlock | None = None
     children: dict[Tokens, TokenBlock] = field(default_factory=dict)
+    slot: int = -1
 
 
 @dataclass
@@ -50,7 +53,12 @@ class Match:
 
 
 class KVBlocks:
-    """Allocates token blocks from the pool and keeps the tree of reusable ones."""
+    """Allocates token blocks from the pool and keeps the tree of reusable ones.
+
+    Attributes:
+        table: where all blocks lie.
+        moves: how often blocks have changed their pages; whoever keeps entries of a block looks whether this has changed.
+    """
 
     def __init__(self, pool: PagePool, view: KVView, num_layers: int) -> None:
         self._pool = pool
@@ -60,6 +68,8 @@ class KVBlocks:
         self._roots: dict[Tokens, TokenBlock] = {}
         # Blocks of the tree without users, least recently used first.
         self._idle: OrderedDict[TokenBlock, None] = OrderedDict()
+        self.table = BlockTable(num_layers)
+        self.moves = 0
 
     @property
     def idle_pages(self) -> int:
@@ -77,7 +87,9 @@ class KVBlocks:
             OutOfPages: if the pool has too few free KV pages; nothing was taken.
         """
         pages = self._pool.allocate(PageKind.KV, count * self.num_layers)
-        return [TokenBlock(pages[start : start + self.num_layers]) for start in range(0, len(pages), self.num_layers)]
+        blocks = [TokenBlock(pages[start : start + self.num_layers]) for start in range(0, len(pages), self.num_layers)]
+        self.table.add(blocks)
+        return blocks
 
     def rows_of(self, blocks: Sequence[TokenBlock]) -> Tensor:
         """int64 [num_layers, 2, len(blocks) * view.rows_per_half]: where each layer's keys and values lie, see `KVView.rows_of`."""
@@ -115,19 +127,26 @@ class KVBlocks:
             self.view.keys(new)[:count] = self.view.keys(old)[:count]
             self.view.values(new)[:count] = self.view.values(old)[:count]
 
-    def remember(self, blocks: Sequence[TokenBlock], tokens: Sequence[int]) -> None:
-        """Put a sequence's computed blocks into the tree; `tokens` are the ids whose keys and values are stored, in order."""
+    def remember(self, blocks: Sequence[TokenBlock], tokens: Sequence[int]) -> list[TokenBlock]:
+        """Put a sequence's computed blocks into the tree; `tokens` are the ids whose keys and values are stored, in order.
+
+        Returns:
+            The blocks of the tree that hold these tokens.
+        """
         size, level, parent = self.block_tokens, self._roots, None
+        path: list[TokenBlock] = []
         for index, block in enumerate(blocks):
             own = tuple(tokens[index * size : (index + 1) * size])
             if not own:
-                return
+                break
             known = block if block.tokens is not None else level.get(own)
             if known is None:
                 block.tokens, block.parent = own, parent
                 level[own] = known = block
             # Where the same text was stored before, that block stays and ours is freed on release; what follows is filed behind it.
             level, parent = known.children, known
+            path.append(known)
+        return path
 
     def release(self, blocks: Sequence[TokenBlock]) -> None:
         """Give up one use of each block; blocks of the tree stay for reuse, others are freed."""
@@ -158,8 +177,51 @@ class KVBlocks:
             freed += self.num_layers
         return freed
 
+    def walk(self) -> Iterator[tuple[TokenBlock, int]]:
+        """All blocks of the tree, each with the number of blocks before it in its text."""
+        level = [(block, 0) for block in self._roots.values()]
+        while level:
+            yield from level
+            level = [(child, depth + 1) for block, depth in level for child in block.children.values()]
+
+    def move(self, pages: Sequence[int]) -> None:
+        """Move the contents of these pages to others, wherever the allocator gives some, and give these back. Only between steps.
+
+        Raises:
+            OutOfPages: the pool has too few others; nothing was moved.
+        """
+        if not pages:
+            return
+        targets = self._pool.allocate(PageKind.KV, len(pages))
+        self._pool.move(PageKind.KV, pages, targets)
+        self.table.move(pages, targets)
+        self.moves += 1
+        self._pool.free(pages)
+
+    def gather(self) -> int:
+        """Move pages out of the emptiest larger pages into the gaps of others; returns how many larger pages came free. Only between steps.
+
+        Conversations that ended leave gaps: their pages lie scattered over more expert pages than they would fill.
+        """
+        allocator, freed = self._pool.allocator, 0
+        per_parent = allocator.geometry.layout(PageKind.KV).per_parent
+        for _ in range(allocator.owned(PageKind.KV)):
+            pages = allocator.sparsest(PageKind.KV)
+            # Its own gaps are no place to move to.
+            if not pages or len(pages) > allocator.gaps(PageKind.KV) - (per_parent - len(pages)):
+                break
+            number = allocator.huge_page_of(pages[0])
+            allocator.withhold([number])
+            try:
+                self.move(pages)
+            finally:
+                allocator.release([number])
+            freed += 1
+        return freed
+
     def _free(self, block: TokenBlock) -> None:
         self._pool.free(block.pages)
+        self.table.remove(block)
         block.pages = []
 
 

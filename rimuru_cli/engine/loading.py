@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import torch
 
-from rimuru_cli.engine.config import EngineConfig, Progress, plan_memory, program_bytes
+from rimuru_cli.engine.bookmarks import Bookmarks
+from rimuru_cli.engine.ceiling import reserve_for
+from rimuru_cli.engine.config import EngineConfig, MemoryPlan, Progress, plan_memory, program_bytes
 from rimuru_cli.engine.describe import engine_info
+from rimuru_cli.engine.device.plan import why_not_on_a_device
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.engine.experts.executor import PooledExperts, TransferCosts
 from rimuru_cli.engine.experts.host_store import HostStore
@@ -19,13 +24,16 @@ from rimuru_cli.engine.experts.streaming import LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import ExpertView, KVView
+from rimuru_cli.engine.memory.views import ConvView, ExpertView, KVView, SSMView
 from rimuru_cli.engine.model_runner import ModelRunner
-from rimuru_cli.engine.parts import Parts
+from rimuru_cli.engine.parts import Parts, Recurrent
+from rimuru_cli.engine.room import Room
+from rimuru_cli.engine.state_blocks import StateBlocks
 from rimuru_cli.engine.tokenizer import config_eos_ids
 from rimuru_kernels.backend import select_backend
 from rimuru_models import load_model
-from rimuru_models.errors import DoesNotFitError
+from rimuru_models.config import ModelConfig
+from rimuru_models.errors import DoesNotFitError, UsageError
 from rimuru_models.index import model_identity
 from rimuru_models.weights import CheckpointReader
 
@@ -57,7 +65,13 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         ranking.seed(profile.probabilities)
     backend = select_backend()
     why_cpu = backend.reason if backend.name == "torch" else "the CPU was asked for"
-    if config.device in ("cuda", "emulated") or (config.device == "auto" and backend.name == "triton"):
+    wants_device = config.device in ("cuda", "emulated")
+    left_out = why_not_on_a_device(model_config)
+    if left_out is not None and (wants_device or (config.device == "auto" and backend.name == "triton")):
+        why_cpu = left_out
+        if wants_device:
+            raise UsageError(f"This model cannot run on the GPU yet: {why_cpu}.", hint="Choose the CPU, or leave the choice to rimuru.")
+    elif wants_device or (config.device == "auto" and backend.name == "triton"):
         from rimuru_cli.engine.device.loading import load_on_device
 
         emulated = config.device == "emulated"
@@ -73,7 +87,8 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     plan = plan_memory(model_config, config, program)
     host = HostStore(reader)
     model = load_model(reader, torch.float32, lambda done, total: report("dense weights", done, total))
-    pool = PagePool(plan.geometry, plan.pool, poison=config.poison)
+    reserve = reserve_for(plan, psutil.virtual_memory().total)
+    pool = PagePool(plan.geometry, plan.pool, poison=config.poison, reserve_bytes=reserve)
     f, d = model_config.expert_intermediate, model_config.hidden_size
     expert_view = ExpertView(pool, f, d, torch.float32)
     kv_view = KVView(pool, model_config.num_kv_heads, model_config.head_dim, plan.block_tokens, torch.float32)
@@ -81,7 +96,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     loader = Loader()
     buffers = LoadingBuffers(pool, expert_view, capacity=plan.buffer_experts, pages_per_expert=pages_per_expert)
     residency = Residency(pool, expert_view, host, ranking, loader, floor=plan.floor, pages_per_expert=pages_per_expert)
-    costs = _fill(residency, host, report)
+    costs = _fill(residency, host, report, floor_only=config.fixed_residents)
     experts = PooledExperts(
         host=host,
         residency=residency,
@@ -95,9 +110,15 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         mode=config.moe_mode,
     )
     host.bytes_read = 0
-    blocks = KVBlocks(pool, kv_view, model_config.num_layers)
+    blocks = KVBlocks(pool, kv_view, len(model_config.attention_layers))
+    recurrent = None
+    states = _states(pool, model_config, plan)
+    if states is not None:
+        bookmarks = Bookmarks(states, blocks)
+        recurrent = Recurrent(states, bookmarks, Room(plan.division, pool, blocks, states, bookmarks, residency, buffers))
     info = engine_info(model_dir.resolve().name, model_config, reader.expert_dtype, plan, config, device="cpu", reason=why_cpu)
-    runner = ModelRunner(model, experts, kv_view)
+    info = replace(info, notices=(*info.notices, *(f"Of this checkpoint, {part} is not used." for part in reader.unused_parts)))
+    runner = ModelRunner(model, experts, blocks, states)
     return Parts(
         info=info,
         plan=plan,
@@ -111,13 +132,24 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         loader=loader,
         experts=experts,
         runner=runner,
+        recurrent=recurrent,
         eos_ids=frozenset(config_eos_ids(model_dir)),
+        replan=lambda wish: plan_memory(model_config, wish, program),
     )
 
 
-def _fill(residency: Residency, host: HostStore, report: Progress) -> TransferCosts:
+def _states(pool: PagePool, model: ModelConfig, plan: MemoryPlan) -> StateBlocks | None:
+    """Who takes the pages of sequences' states; None for a model without recurrent layers."""
+    mixer, layout = model.recurrent, plan.division.states
+    if mixer is None or layout is None:
+        return None
+    ssm, conv = SSMView(pool, mixer.state_shape), ConvView(pool, mixer.channels, mixer.conv_rows, torch.float32)
+    return StateBlocks(pool, model.recurrent_layers, ssm, conv, layout)
+
+
+def _fill(residency: Residency, host: HostStore, report: Progress, *, floor_only: bool) -> TransferCosts:
     """Load the experts to begin with, and measure the host tier on the way."""
-    wanted = residency.first_choice(spare_pages=AdjusterConstants().high_free + residency.pages_per_expert)
+    wanted = residency.first_choice(AdjusterConstants().high_free + residency.pages_per_expert, floor_only=floor_only)
     total = len(wanted) * host.expert_bytes
     first_reads = []
     for index, (layer, expert) in enumerate(wanted):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,21 +12,46 @@ import torch
 from rimuru_cli.engine.experts.residency import Residency
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.stats import EngineInfo
 from rimuru_models.interfaces import CausalLM
 
 if TYPE_CHECKING:
-    from rimuru_cli.engine.config import MemoryPlan
-    from rimuru_cli.engine.device.experts import DeviceExperts, NoBuffers
+    from rimuru_cli.engine.bookmarks import Bookmarks
+    from rimuru_cli.engine.config import EngineConfig, MemoryPlan
+    from rimuru_cli.engine.device.experts import DeviceExperts
     from rimuru_cli.engine.device.pinned_host import ExpertSource, PinnedHost
     from rimuru_cli.engine.device.plan import DevicePlan
     from rimuru_cli.engine.device.runner import DeviceRunner
+    from rimuru_cli.engine.device.streaming import ScratchPages
     from rimuru_cli.engine.experts.executor import PooledExperts
     from rimuru_cli.engine.experts.host_store import HostStore
     from rimuru_cli.engine.experts.streaming import LoadingBuffers
+    from rimuru_cli.engine.memory.allocator import PageAllocator
     from rimuru_cli.engine.model_runner import ModelRunner
+    from rimuru_cli.engine.room import Room
+    from rimuru_cli.engine.state_blocks import StateBlock, StateBlocks
     from rimuru_models.weights import CheckpointReader
+
+
+@dataclass(frozen=True)
+class Recurrent:
+    """What a model with recurrent layers has besides: the states of sequences, those kept to resume from, and who makes room for them."""
+
+    states: StateBlocks
+    bookmarks: Bookmarks
+    room: Room
+
+    def check_integrity(self, running: Sequence[StateBlock], allocator: PageAllocator) -> None:
+        """Every block of states has one owner, a running sequence or a checkpoint; raises AssertionError otherwise."""
+        known = [*running, *(bookmark.states for bookmark in self.bookmarks.all())]
+        assert len({id(block) for block in known}) == len(known) == len(self.states.live), (
+            f"{len(known)} blocks of states are known, {len(self.states.live)} own pages"
+        )
+        ssm, conv = (sum(sizes) for sizes in zip(*(block.num_pages for block in known), strict=True)) if known else (0, 0)
+        owned = allocator.owned(PageKind.SSM), allocator.owned(PageKind.CONV)
+        assert (ssm, conv) == owned, f"{ssm} SSM and {conv} conv pages are known, {owned} are owned"
 
 
 @dataclass
@@ -39,11 +66,18 @@ class Parts:
     blocks: KVBlocks
     host: HostStore | PinnedHost
     residency: Residency
-    buffers: LoadingBuffers | NoBuffers
+    buffers: LoadingBuffers | ScratchPages
     loader: Loader
     experts: PooledExperts | DeviceExperts
     runner: ModelRunner | DeviceRunner
     eos_ids: frozenset[int]
+    # The division of another ceiling, for the same model on the same device.
+    replan: Callable[[EngineConfig], MemoryPlan | DevicePlan]
+    recurrent: Recurrent | None = None
+    # Bytes a second at which absent experts are brought to a device; None where they need not be brought.
+    link_rate: float | None = None
+    # Seconds from any moment on: the machine's, or those of a simulation.
+    clock: Callable[[], float] = time.perf_counter
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -89,12 +89,17 @@ class SamplerState:
         self._slot.update((t, start + i) for i, t in enumerate(ids))
 
 
-def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[int]:
+# Told the rows' most likely tokens, int64 [R] where the logits are, and where they arrive on the host (float64 [R + 1]).
+Meanwhile = Callable[[Tensor, Tensor], None]
+
+
+def sample(logits: Tensor, states: Sequence[SamplerState], meanwhile: Meanwhile | None = None) -> list[int]:
     """Draw one token a row and record it in the row's state.
 
     Args:
         logits: [R, vocab] float32, not modified.
         states: R states, row by row.
+        meanwhile: called before the host waits for the tokens, if these will be the most likely ones of all rows.
 
     Returns:
         R token ids. Greedy rows: the highest logit after penalties, the lowest id among equals.
@@ -106,14 +111,28 @@ def sample(logits: Tensor, states: Sequence[SamplerState]) -> list[int]:
     if not states:
         return []
     # One trip to the host for tokens and check together: every wait for a device costs a good part of a small model's step.
-    *best, total = torch.cat((_argmax(logits).double(), logits.sum().double().view(1))).tolist()
+    likeliest = _argmax(logits)
+    found = torch.cat((likeliest.double(), logits.sum().double().view(1)))
+    greedy = all(s.greedy and not s.penalised for s in states)
+    arrived = None
+    if found.is_cuda:
+        here = torch.empty(found.shape, dtype=found.dtype, pin_memory=True)
+        here.copy_(found, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        found = here
+    if greedy and meanwhile is not None:
+        meanwhile(likeliest, found)
+    if arrived is not None:
+        arrived.synchronize()
+    *best, total = found.tolist()
     # The sum is not finite if any logit is not; the slower second look is for sums of finite logits that overflow.
     if not math.isfinite(total) and not bool(torch.isfinite(logits).all()):
         raise CheckpointError(
             "The model computed values that are not numbers (NaN or infinite logits), so its checkpoint is broken or was damaged.",
             hint="Check the files of the model, or download it again.",
         )
-    if all(s.greedy and not s.penalised for s in states):
+    if greedy:
         return [int(token) for token in best]
     tokens = []
     for row, state in zip(logits, states, strict=True):

@@ -10,22 +10,32 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from rimuru_cli.engine.kv_blocks import KVBlocks, TokenBlock
+from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.request import RequestStatus
 from rimuru_cli.engine.sequence import Sequence
+from rimuru_cli.engine.state_blocks import StateBlock
 
 # Asks for experts to be retired until so many KV pages are free in all; returns whether they are. If not, nothing was retired.
 MakeRoom = Callable[[int], bool]
+# Whether a sequence of so many token blocks is worth the experts that leave for it.
+Worth = Callable[[int], bool]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ScheduledRows:
     """Tokens computed .. computed + count - 1 of a sequence, computed in this step."""
 
     sequence: Sequence
     count: int
+
+    @property
+    def keep(self) -> list[tuple[int, StateBlock]]:
+        """Where states are to be kept, in models that have any: after so many of these rows, copied into that block."""
+        done = self.sequence.computed
+        return [(place - done, block) for place, block in sorted(self.sequence.keeping.items()) if done < place <= done + self.count]
 
     @property
     def samples(self) -> bool:
@@ -37,11 +47,19 @@ class Scheduler:
     """Waiting and running sequences of one engine."""
 
     def __init__(
-        self, blocks: KVBlocks, available_pages: Callable[[], int], make_room: MakeRoom, *, max_batch_tokens: int, max_sequences: int
+        self,
+        blocks: KVBlocks,
+        available_pages: Callable[[], int],
+        make_room: MakeRoom,
+        worth: Worth = lambda blocks: True,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
     ) -> None:
         self._blocks = blocks
         self._available_pages = available_pages
         self._make_room = make_room
+        self._worth = worth
         self._max_batch_tokens = max_batch_tokens
         self._max_sequences = max_sequences
         self.waiting: deque[Sequence] = deque()
@@ -58,14 +76,14 @@ class Scheduler:
         budget = self._max_batch_tokens
         # Decoding first: a sequence that answers must not stall behind somebody's long prompt.
         for sequence in [s for s in self.running if s.pending == 1] + [s for s in self.running if s.pending > 1]:
-            if budget == 0 or sequence not in self.running:
+            if budget == 0 or sequence.request.status is not RequestStatus.RUNNING:  # preempted meanwhile
                 continue
             count = min(sequence.pending, budget)
             if self._grow(sequence, count):
                 plan.append(ScheduledRows(sequence, count))
                 budget -= count
         # A sequence taken into the plan may have been preempted by a later one's growth only if it was younger.
-        plan = [rows for rows in plan if rows.sequence in self.running]
+        plan = [rows for rows in plan if rows.sequence.request.status is RequestStatus.RUNNING]
         while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
             sequence = self.waiting[0]
             if not self._admit(sequence):
@@ -76,6 +94,12 @@ class Scheduler:
             budget -= count
         assert plan or not (self.running or self.waiting), "work is waiting but no row could be scheduled"
         return plan
+
+    def computed(self, plan: Items[ScheduledRows]) -> None:
+        """Called when the rows of a plan are computed and counted."""
+
+    def torn(self, plan: Items[ScheduledRows]) -> None:
+        """Called when the rows of a plan were perhaps computed in part. Keys and values of a token are the same however often."""
 
     def remove(self, sequence: Sequence) -> None:
         """Take a finished or cancelled sequence out; what it computed stays in the tree for reuse."""
@@ -90,14 +114,15 @@ class Scheduler:
         self._blocks.release(sequence.blocks)
         sequence.drop_blocks()
 
-    def _room(self, num_blocks: int) -> bool:
+    def _room(self, num_blocks: int, whole: int) -> bool:
         """Make sure that so many blocks can be allocated now, without preempting anyone; changes nothing and returns False if not.
 
-        Blocks kept for reuse go first, experts only for what is lacking beyond them; whether the experts' floor allows it is asked
-        before anything is given up.
+        Blocks kept for reuse go first, experts only for what is lacking beyond them, and for a sequence, `whole` blocks long, that is worth
+        it; whether the experts' floor allows it is asked before anything is given up.
         """
         wanted, idle = num_blocks * self._blocks.num_layers, self._blocks.idle_pages
-        if self._available_pages() + idle < wanted and not self._make_room(wanted - idle):
+        lacking = self._available_pages() + idle < wanted
+        if lacking and not (self._worth(whole) and self._make_room(wanted - idle)):
             return False
         self._blocks.evict(wanted - self._available_pages())
         return True
@@ -107,16 +132,14 @@ class Scheduler:
         wanted = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
         if wanted <= 0:
             return True
-        while not self._room(wanted):
+        # Worth it or not is the youngest, who would have to give way.
+        while not self._room(wanted, len(self.running[-1].blocks) + wanted):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._append(sequence, self._blocks.allocate(wanted))
+        sequence.blocks += self._blocks.allocate(wanted)
         return True
-
-    def _append(self, sequence: Sequence, blocks: list[TokenBlock]) -> None:
-        sequence.append_blocks(blocks, self._blocks.rows_of(blocks))
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
@@ -135,16 +158,16 @@ class Scheduler:
         wanted = self._blocks.blocks_for(len(sequence.tokens)) - shared
         if match.partial is not None:
             self._blocks.hold(match.partial)
-        fits = self._room(wanted + spare)
+        fits = self._room(wanted + spare, wanted)
         if not fits and match.partial is not None:
             self._blocks.release([match.partial])
             match.partial, match.partial_tokens = None, 0
-            fits = self._room(wanted + spare)
+            fits = self._room(wanted + spare, wanted)
         if not fits:
             self._blocks.release(match.blocks)
             assert self.running, "a sequence that was accepted does not fit into the pool on its own"
             return False
-        self._append(sequence, match.blocks + self._blocks.allocate(wanted))
+        sequence.blocks += match.blocks + self._blocks.allocate(wanted)
         sequence.computed = shared * self._blocks.block_tokens
         if match.partial is not None:
             self._blocks.copy_tokens(match.partial, sequence.blocks[shared], match.partial_tokens)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 ContextReason = Literal["that is the model's own context", "that is the context that was set", "the memory ceiling allows no more"]
 
 
+CEILING_LOWERED = "the memory ceiling was lowered"
+"""Reason of an event that stands for no decision of the adjuster."""
+
+
 @dataclass(frozen=True)
 class EngineInfo:
-    """What was loaded and how it is run; fixed after loading.
+    """What was loaded and how it is run; only another memory ceiling changes it.
 
     Attributes:
         context_limit: most tokens one sequence can hold here: the model's own limit, or what the pool can give with experts at the floor.
         model_context: the model's own limit.
         context_reason: which of the limits on the context is the tightest, in words.
+        pinned_bytes: experts in page-locked memory, which the device reads by itself; mapped_bytes: those that stay in the checkpoint's
+            files.
         notices: everything the person should know: fallbacks, reductions, defaults that differ from the model's.
         profile: path of the hotset profile that seeded the ranking, or None.
     """
@@ -39,6 +45,8 @@ class EngineInfo:
     page_bytes: int
     expert_bytes: int
     block_tokens: int
+    pinned_bytes: int = 0
+    mapped_bytes: int = 0
     notices: tuple[str, ...] = ()
     profile: str | None = None
 
@@ -49,7 +57,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class AdjusterEvent:
-    """One decision that moved pages: at which step, what, and why."""
+    """One decision that moved pages: at which step, what, and why; `time` is seconds since 1970."""
 
     step: int
     shrunk: int
@@ -57,6 +65,84 @@ class AdjusterEvent:
     reason: str
     required_blocks: int
     free_blocks: int
+    time: float = 0.0
+
+
+@dataclass
+class Work:
+    """What the engine has done so far. Seconds are those of all steps that held such tokens.
+
+    Attributes:
+        steps: forward passes.
+        prefill_tokens, prefill_seconds: tokens of prompts.
+        decode_tokens, decode_seconds: tokens computed one by one.
+        ttft_seconds: of the last request that got its first token; None before.
+        adjustments: decisions of the adjuster that moved pages.
+        elastic_bytes: of the pages that experts gave or got by them; elastic_seconds: how long steps waited for that, all in all.
+        last_ids: requests that took part in the last step.
+        step_seconds: of recent steps without prompts, on average; None before the first.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+    ttft_seconds: float | None = None
+    adjustments: int = 0
+    elastic_bytes: int = 0
+    elastic_seconds: float = 0.0
+    last_ids: tuple[int, ...] = ()
+    step_seconds: float | None = None
+    _rows: list[tuple[int, int, bool]] = field(default_factory=list, repr=False)
+
+    def add_rows(self, request_id: int, count: int, *, generating: bool) -> None:
+        """Note `count` tokens of a request that the present step computes; `generating`: it has had its first token."""
+        self._rows.append((request_id, count, generating and count == 1))
+
+    def add_handover(self, num_bytes: int, seconds: float) -> None:
+        """Pages of so many bytes changed hands, and the step waited so long."""
+        self.elastic_bytes += num_bytes
+        self.elastic_seconds += seconds
+
+    def add_step(self, seconds: float) -> None:
+        """The step whose rows were noted is done, and took so long."""
+        prefill = sum(count for _, count, decodes in self._rows if not decodes)
+        decode = sum(count for _, count, decodes in self._rows if decodes)
+        self.steps += 1
+        self.prefill_tokens += prefill
+        self.prefill_seconds += seconds if prefill else 0.0
+        self.decode_tokens += decode
+        self.decode_seconds += seconds if decode else 0.0
+        self.last_ids = tuple(request_id for request_id, _, _ in self._rows)
+        self._rows.clear()
+        if not prefill:
+            # About the last ten: what runs, and how many experts are absent, changes slowly.
+            self.step_seconds = seconds if self.step_seconds is None else 0.9 * self.step_seconds + 0.1 * seconds
+
+
+class Tally(NamedTuple):
+    """Counters after a step.
+
+    Attributes:
+        running, waiting: sequences now; preemptions: so far.
+        prefill_rows, decode_rows: tokens computed so far, as of `Work`.
+        uses, hits, link_bytes: expert selections, those that found their expert resident, and bytes of experts brought, so far.
+        resident: experts now; kv_bytes, buffer_bytes, free_bytes: of the pool now.
+    """
+
+    running: int
+    waiting: int
+    preemptions: int
+    prefill_rows: int
+    decode_rows: int
+    uses: int
+    hits: int
+    link_bytes: int
+    resident: int
+    kv_bytes: int
+    buffer_bytes: int
+    free_bytes: int
 
 
 @dataclass(frozen=True)
@@ -70,6 +156,11 @@ class Snapshot:
         resident_by_layer: resident experts of each MoE layer.
         expert_uses, expert_hits: selections so far, and those that found their expert resident.
         expert_bytes_read: bytes of experts copied or read from the host tier so far.
+        memory_bytes: the ceiling.
+        withheld_bytes: memory that a lower ceiling keeps from use but that could not be given back.
+        pinned_bytes, mapped_bytes: as of `EngineInfo`.
+        host_brought: experts that the host had to bring because the device could not read them, so far.
+        elastic_bytes, elastic_seconds: of pages that changed hands between experts and sequences, and how long steps waited for that.
     """
 
     step: int
@@ -88,6 +179,13 @@ class Snapshot:
     waiting: int
     context_tokens: int
     preemptions: int
+    memory_bytes: int = 0
+    withheld_bytes: int = 0
+    pinned_bytes: int = 0
+    mapped_bytes: int = 0
+    host_brought: int = 0
+    elastic_bytes: int = 0
+    elastic_seconds: float = 0.0
     events: tuple[AdjusterEvent, ...] = field(default=())
 
     @property

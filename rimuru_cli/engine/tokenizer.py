@@ -130,17 +130,19 @@ def _no_tokenizer_json(model_dir: Path) -> CheckpointError:
 def config_eos_ids(model_dir: Path) -> set[int]:
     """End-of-answer ids of generation_config.json, or of config.json where the first names none or is broken (a notice says so elsewhere).
 
-    Entries of other types are skipped.
+    A multimodal config.json names them in its text model's part. Entries of other types are skipped.
     """
     for name in ("generation_config.json", "config.json"):
         try:
-            value = (read_json_object(model_dir / name) or {}).get("eos_token_id")
+            values = read_json_object(model_dir / name) or {}
         except CheckpointError:
             if name == "config.json":
                 raise
             continue
-        values = value if isinstance(value, list) else [value]
-        ids = {v for v in values if isinstance(v, int) and not isinstance(v, bool)}
+        text, value = values.get("text_config"), values.get("eos_token_id")
+        if value is None and isinstance(text, dict):
+            value = text.get("eos_token_id")
+        ids = {v for v in (value if isinstance(value, list) else [value]) if isinstance(v, int) and not isinstance(v, bool)}
         if ids:
             return ids
     return set()

@@ -105,14 +105,6 @@ def test_the_floor_of_a_device(experts: int, top_k: int, floor: int) -> None:
     assert device_floor(experts, top_k, 0) == experts
 
 
-def test_experts_beyond_the_main_memory_are_refused_before_anything_is_loaded(
-    qwen3: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loading, "MOST_OF_MEMORY", 0.0)
-    with pytest.raises(DoesNotFitError, match="page-locked in main memory"):
-        load_engine(qwen3, 0.0, config)
-
-
 def test_a_gpu_that_cannot_hold_the_model_leaves_it_to_the_cpu_and_says_so(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_loading, "select_backend", lambda: Backend("triton", "Some GPU"))
 

@@ -155,3 +155,56 @@ def test_random_use_never_loses_or_leaks_a_page(seed: int, blocks: KVBlocks, poo
         blocks.release(own)
     blocks.evict(10_000)
     assert pool.allocator.owned(PageKind.KV) == 0
+
+
+def test_moved_blocks_keep_their_contents_in_every_place_that_knows_them(blocks: KVBlocks, pool: PagePool) -> None:
+    """A block shared by two sequences and the tree moves once, and all of them see it."""
+    own = _store(blocks, [1, 2, 3, 4, 5, 6])
+    match = blocks.match([1, 2, 3, 4, 9])
+    assert match.blocks == own[:1]
+    before, moves = [list(block.pages) for block in own], blocks.moves
+    blocks.move([before[0][1], before[1][0], before[1][2]])
+    assert blocks.moves == moves + 1
+    assert own[0].pages[1] != before[0][1] and (own[0].pages[0], own[0].pages[2]) == (before[0][0], before[0][2])
+    assert [own[1].pages[1]] == [before[1][1]] and own[1].pages[0] != before[1][0]
+    for index, block in enumerate(own):
+        assert blocks.table.pages[block.slot].tolist() == block.pages
+        for page in block.pages:
+            first = index * SIZE + 1
+            assert blocks.view.keys(page)[: 2 if index else 4, 0, 0].tolist() == [float(t) for t in range(first, 7)][: 2 if index else 4]
+    assert pool.allocator.owned(PageKind.KV) == 2 * LAYERS
+    pool.allocator.check_integrity()
+    blocks.release(match.blocks)
+
+
+def test_a_move_without_room_moves_nothing(blocks: KVBlocks, pool: PagePool) -> None:
+    own = blocks.allocate(pool.allocator.available(PageKind.KV) // LAYERS)
+    spare = pool.allocate(PageKind.KV, pool.allocator.available(PageKind.KV))
+    before = [list(block.pages) for block in own]
+    with pytest.raises(OutOfPages):
+        blocks.move(before[0])
+    assert [block.pages for block in own] == before and blocks.moves == 0
+    pool.free(spare)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gathering_leaves_no_more_larger_pages_than_needed(seed: int, blocks: KVBlocks, pool: PagePool) -> None:
+    generator = random.Random(seed)
+    kept, others = [], []
+    for _ in range(8):
+        text = [generator.randrange(1000) for _ in range(generator.randint(1, 20))]
+        kept.append((text, _store(blocks, text)))
+        others.append(blocks.allocate(generator.randint(1, 5)))
+    for own in others:
+        blocks.release(own)
+    freed = blocks.gather()
+    assert freed > 0
+    allocator = pool.allocator
+    per_parent = allocator.geometry.layout(PageKind.KV).per_parent
+    assert allocator.gaps(PageKind.KV) < per_parent, "gaps of a whole larger page are left"
+    allocator.check_integrity()
+    for text, own in kept:
+        for position, token in enumerate(text):
+            for page in own[position // SIZE].pages:
+                assert blocks.view.keys(page)[position % SIZE, 0, 0] == token
+    assert blocks.gather() == 0

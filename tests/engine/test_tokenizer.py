@@ -93,6 +93,16 @@ def test_eos_is_a_union(folder: Path, generation: object, config: object, expect
     assert config_eos_ids(folder) >= expected - {IM_END}
 
 
+def test_a_multimodal_config_names_the_end_in_its_text_model(folder: Path) -> None:
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for top, nested, expected in [(None, [7, 9], {7, 9}), (5, 7, {5}), (None, None, set())]:
+        config = {"eos_token_id": top, "text_config": {"eos_token_id": nested}}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        assert config_eos_ids(folder) == expected
+    (folder / "config.json").write_text(json.dumps({"text_config": 3}), encoding="utf-8")
+    assert config_eos_ids(folder) == set()
+
+
 @pytest.mark.parametrize("broken", [b"\xff\xfe", b"{", b"[]", b""])
 def test_a_broken_generation_config_leaves_the_end_to_the_others(broken: bytes, folder: Path) -> None:
     (folder / "generation_config.json").write_bytes(broken)

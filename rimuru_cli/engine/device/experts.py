@@ -1,58 +1,49 @@
-"""Running MoE layers on a device: residency decided there for small steps, streamed through two buffers for large ones.
+"""Running MoE layers on a device: residency decided there for small steps, streamed through buffers for large ones.
 
-On demand (few tokens): `resolve` finds the misses of a layer and gives them the pages of worse residents, `fetch` copies them from
-page-locked memory, the fused kernel reads everything where it lies. No host round trip, so a whole decode step is one graph.
+On demand: `route` (or `resolve`) finds the misses of a layer and gives them the pages of worse residents, and the fused kernel copies them
+from page-locked memory and reads everything where it lies. No host round trip, so a whole decode step is one graph.
 
-Streamed (many tokens): while layer l computes, the copy engine fills the other buffer with the absent experts of layer l + 1. A buffer
-holds all absent experts of a layer, so a layer is one kernel call and its result is the same bits for every placement.
+Streamed: while a layer computes, the copy engine brings the absent experts of the layers behind it into buffers (`streaming.py`).
+
+Either way the same kernels compute on the same values, chosen by the number of rows alone: results are the same bits for every placement.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import linear
 
+from rimuru_cli.engine.device.choice import StepChoice
+from rimuru_cli.engine.device.link import LinkRates
 from rimuru_cli.engine.device.pinned_host import PinnedHost
+from rimuru_cli.engine.device.prediction import Prediction
+from rimuru_cli.engine.device.replay import ReplayedRouting
 from rimuru_cli.engine.device.residency import DeviceResidency
+from rimuru_cli.engine.device.staging import HostService, Staging
+from rimuru_cli.engine.device.streaming import ExpertStream, ScratchPages, StreamBuffers
 from rimuru_cli.engine.experts.executor import Recorder
-from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_kernels.expert_fetch import FetchPlan, ResolvePolicy, fetch, resolve
+from rimuru_kernels.expert_fetch import FetchPlan, LayerResidency, ResolvePolicy, resolve, route
 from rimuru_kernels.fused_moe import MoeWorkspace, paged_moe
+from rimuru_kernels.rms_norm import add_rms_norm
+from rimuru_kernels.topk_gating import topk_gating
 
-# Steps of at most this many rows decide residency on the device.
-MAX_ON_DEMAND_ROWS = 8
-
-
-class NoBuffers:
-    """Loading buffers are borrowed from the pool for each streamed step; between steps there are none."""
-
-    num_pages = 0
-
-    def close(self) -> None:
-        """Nothing to give back."""
+ROUTED_ROWS = 8
+"""Up to this many rows, norm, router, gating and decisions are one launch; every program of it norms every row, which more would feel."""
 
 
-@dataclass(frozen=True)
-class StreamBuffers:
-    """Pages of the two loading buffers of one streamed step: int32 [capacity, pages_per_expert] each."""
-
-    halves: tuple[Tensor, Tensor]
-    pages: list[int]
-
-
-class DeviceExperts:
-    """The model's `ExpertProvider` on a device.
+class DeviceExperts(StepChoice):
+    """The model's `ExpertProvider` and `RoutedExperts` on a device.
 
     Attributes:
-        override: if set, (ids, weights) [num_layers, T, k] that replace the routers' choice (replaying a recorded routing).
+        override: if set, a recorded routing that replaces the routers' choice.
         recorder: told every layer's routing, if set (not in captured steps).
+        on_demand: whether the last step decided residency on the device.
         streamed_steps: steps that went through the loading buffers.
+        timed: measure the streamed copies; their rate is `stream_rate`.
     """
 
     def __init__(
@@ -61,86 +52,167 @@ class DeviceExperts:
         host: PinnedHost,
         residency: DeviceResidency,
         pool: PagePool,
+        scratch: ScratchPages,
         moe_layers: tuple[int, ...],
         top_k: int,
         max_tokens: int,
         decay: float,
         dtype: torch.dtype,
+        rates: LinkRates,
+        live: bool = True,
+        prediction: bool = False,
     ) -> None:
+        super().__init__(
+            num_experts=host.num_experts,
+            expert_bytes=host.expert_bytes,
+            top_k=top_k,
+            decay=decay,
+            residency=residency,
+            rates=rates,
+            miss_rate=1.0 - residency.num_resident / residency.total,
+            served=bool(host.mapped_bytes),
+        )
         device = pool.data.device
         self._host, self._residency, self._pool = host, residency, pool
         self._index = {layer: index for index, layer in enumerate(moe_layers)}
-        self._f, self._d = residency.view.f, residency.view.d
-        self._page_bytes = pool.geometry.expert_page_bytes
-        self._decay = decay
-        self._top_k = top_k
+        self._f = residency.view.f
         self._policy = ResolvePolicy(decay=decay)
-        pages = residency.pages_per_expert
-        self._plan = FetchPlan.create(host.num_experts, pages, MAX_ON_DEMAND_ROWS * top_k, device)
-        sizes = (top_k, host.num_experts, self._f, self._d, dtype, device)
-        self._small = MoeWorkspace(MAX_ON_DEMAND_ROWS, *sizes)
-        self._large = MoeWorkspace(max_tokens, *sizes)
+        experts, pages = host.num_experts, residency.pages_per_expert
+        # The ranking that every step begins with, where what routers choose is not to count.
+        self._lasting = None if live else residency.tables.scores.clone()
+        self._plan = FetchPlan.create(experts, pages, experts, device, scratch.rows)
+        # Small steps that are streamed route through the same kernel as others: tables in which nothing is missing take its decisions.
+        self._idle_plan = FetchPlan.create(experts, pages, experts, device)
+        everything = torch.arange(experts, dtype=torch.int32, device=device).unsqueeze(1).repeat(1, pages)
+        self._idle_state = LayerResidency(
+            entries=everything,
+            scores=torch.zeros(experts, device=device),
+            host=torch.zeros(experts, dtype=torch.int64, device=device),
+            counters=torch.zeros_like(residency.tables.counters[0]),
+        )
+        self._workspace = MoeWorkspace(max_tokens, top_k, experts, self._f, residency.view.d, dtype, device)
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._stream: _Stream | None = None
-        # The device's counters as of the last step; copied within the step, so that reading them waits for nothing.
-        self._totals = torch.zeros_like(residency.tables.counters, device="cpu")
-        if device.type == "cuda":
-            self._totals = self._totals.pin_memory()
-        self._seen_hits = 0
+        self._stream: ExpertStream | None = None
+        self._last_stream: ExpertStream | None = None
+        self.on_demand = True
+        # The device's counters as of the last step that the host waited for, and where the next step's go.
+        totals = [torch.zeros_like(residency.tables.counters, device="cpu") for _ in range(2)]
+        self._totals, self._next_totals = [t.pin_memory() for t in totals] if device.type == "cuda" else totals
+        self._seen_uses, self._seen_hits = 0, 0
         self._step_rows = 0
-        self.override: tuple[Tensor, Tensor] | None = None
+        self.override: ReplayedRouting | None = None
         self.recorder: Recorder | None = None
         self.streamed_steps = 0
+        self.timed = False
+        self._service = HostService(host, pool, residency.tables) if host.mapped_bytes else None
+        # A step that lacked an expert is undone, which knows nothing of guesses.
+        guesses = prediction and self._service is None
+        self._prediction = Prediction(residency, pool, host.num_layers, experts, self._policy) if guesses else None
 
     @property
-    def capacity(self) -> int:
-        """Absent experts of the layer that has most of them: what a loading buffer must hold."""
-        return self._host.num_experts - self._residency.fewest_visible
+    def needs_service(self) -> bool:
+        """Whether there are experts that the device cannot read, which the host may have to bring."""
+        return self._service is not None
 
-    @property
-    def rows_on_demand(self) -> int:
-        """Rows for which every layer surely has pages, whatever they select: all selected experts must be resident at once."""
-        fewest = self._residency.fewest_visible
-        if fewest == self._host.num_experts:
-            return MAX_ON_DEMAND_ROWS
-        return min(MAX_ON_DEMAND_ROWS, fewest // self._top_k)
+    def lacked(self) -> bool:
+        """Whether the step that was just queued lacked an expert, so that it has to be computed again, served by the host; waits for it
+        where that is possible at all."""
+        if self._service is None:
+            return False
+        if self._copies is not None:
+            torch.cuda.current_stream().synchronize()
+        lacked = bool(self._totals[:, 3].any())
+        if lacked:
+            self._service.undo()
+        return lacked
 
-    def begin_on_demand(self, num_rows: int) -> None:
-        """Prepare a step whose misses are fetched by the device."""
+    def begin_on_demand(self, num_rows: int, *, serving: bool = False) -> None:
+        """Prepare a step whose misses are fetched by the device; `serving`: those that it cannot read are brought by the host."""
+        if self._service is not None:
+            self._service.begin(serving=serving)
         self._step_rows = num_rows
+        self.on_demand = True
+        self._forget_choices()
         self._residency.push()
         self._residency.stale = True
 
     def begin_streamed(self, num_rows: int, buffers: StreamBuffers | None) -> None:
         """Prepare a step over all experts; `buffers` hold the absent ones, None if there are none."""
         self._step_rows = num_rows
+        self.on_demand = False
+        self._forget_choices()
         self._residency.pull()
         self._residency.push()
         if buffers is not None:
-            self._stream = _Stream(self._host, self._residency, self._pool, buffers, self._copies)
+            self._stream = ExpertStream(
+                self._host, self._residency, self._pool, buffers, self._copies, staging=self._staging, timed=self.timed
+            )
             self.streamed_steps += 1
+
+    def _forget_choices(self) -> None:
+        if self._lasting is not None:
+            self._residency.tables.scores.copy_(self._lasting)
 
     def end_step(self) -> None:
         """Finish the forward pass, also one that failed."""
         if self._stream is not None:
             self._stream.close()
-            self._stream = None
+            self._last_stream, self._stream = self._stream, None
+
+    @property
+    def stream_rate(self) -> float | None:
+        """Bytes per second of the last streamed step's copies, if `timed`; the device must be done with it."""
+        stream = self._last_stream
+        return None if stream is None or stream.ended is None else stream.rate()
 
     def forward(self, layer: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         """x [T, d], topk_ids [T, k] ascending in each row, topk_weights [T, k] -> [T, d], all of model layer `layer`."""
         index = self._index[layer]
         if self.override is not None:
-            topk_ids, topk_weights = self.override[0][index], self.override[1][index]
+            topk_ids, topk_weights = self.override.layer(index)
+        return self._compute(index, x, topk_ids, topk_weights, resolved=False)
+
+    def forward_routed(
+        self, layer: int, x: Tensor, residual: Tensor, *, norm: Tensor, eps: float, router: Tensor, top_k: int, renormalize: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `RoutedExperts`."""
+        index = self._index[layer]
+        given = None if self.override is None else self.override.layer(index)
+        if self._prediction is not None:
+            self._prediction.learn(index, router, norm)
+        if len(x) > ROUTED_ROWS:
+            hidden, normed = add_rms_norm(x, residual, norm, eps)
+            weights, ids = topk_gating(linear(normed, router), top_k, renormalize)
+            ids, weights = (ids, weights) if given is None else given
+            return hidden, normed, self._compute(index, normed, ids, weights, resolved=False)
+        decide = self.on_demand and not self._serving
+        if self._prediction is not None:
+            self._prediction.before_decisions()
+        state, plan = (self._residency.tables.layer(index), self._plan) if decide else (self._idle_state, self._idle_plan)
+        hidden, normed, weights, ids = route(x, residual, norm, eps, router, top_k, renormalize, state, plan, self._policy, given=given)
+        if self._prediction is not None:
+            self._prediction.before_copies()
+        out = self._compute(index, normed, ids, weights, resolved=decide)
+        if self._prediction is not None and decide and len(x) == 1:
+            self._prediction.guess(index, normed, top_k)
+        return hidden, normed, out
+
+    def _compute(self, index: int, x: Tensor, ids: Tensor, weights: Tensor, *, resolved: bool) -> Tensor:
+        """Layer `index` of the MoE layers; `resolved`: `self._plan` holds the decisions for this routing."""
         if self.recorder is not None:
-            self.recorder(index, topk_ids.cpu(), topk_weights.cpu())
+            self.recorder(index, ids.cpu(), weights.cpu())
         state = self._residency.tables.layer(index)
-        if len(x) <= MAX_ON_DEMAND_ROWS and self._stream is None:
-            resolve(topk_ids, topk_weights, state, self._plan, self._policy)
-            fetch(self._plan, self._pool.data, self._page_bytes)
-            return paged_moe(x, topk_ids, topk_weights, self._pool.data, self._plan.entries, self._f, workspace=self._small)
+        if self.on_demand:
+            brought = self._service.bring(index, ids) if self._serving and self._service is not None else None
+            if not resolved:
+                resolve(ids, weights, state, self._plan, self._policy)
+            if brought is not None:
+                state.counters[1] -= brought.sum().to(state.counters.device)  # the device took them for residents
+            pool, entries = self._pool.data, self._plan.entries
+            return paged_moe(x, ids, weights, pool, entries, self._f, workspace=self._workspace, arriving=self._plan)
         entries = state.entries if self._stream is None else self._stream.take(index)
-        self._count(topk_ids, topk_weights, state.entries, state.scores, state.counters)
-        out = paged_moe(x, topk_ids, topk_weights, self._pool.data, entries, self._f, workspace=self._large)
+        self._count(ids, weights, state.entries, state.scores, state.counters)
+        out = paged_moe(x, ids, weights, self._pool.data, entries, self._f, workspace=self._workspace)
         if self._stream is not None:
             self._stream.done(index)
         return out
@@ -156,19 +228,81 @@ class DeviceExperts:
         return self.counts()[1]
 
     @property
+    def _serving(self) -> bool:
+        """Whether the host looks after every layer of this step."""
+        return self._service is not None and self._service.serving and self.on_demand
+
+    @property
+    def _staging(self) -> Staging | None:
+        return None if self._service is None else self._service.staging
+
+    def close(self) -> None:
+        """End what helps along."""
+        if self._service is not None:
+            self._service.close()
+
+    @property
     def row_hits(self) -> NDArray[np.int64]:
         """Hits of the last step, spread evenly over its rows (the device counts them per layer, not per row)."""
-        before, self._seen_hits = self._seen_hits, self.hits
-        share, rest = divmod(self._seen_hits - before, max(1, self._step_rows))
+        (uses, hits), rows = self.counts(), max(1, self._step_rows)
+        new_uses, new_hits = uses - self._seen_uses, hits - self._seen_hits
+        self._seen_uses, self._seen_hits = uses, hits
+        self._learn(self._step_rows, new_uses, new_hits)
+        share, rest = divmod(new_hits, rows)
         return np.array([share + (row < rest) for row in range(self._step_rows)], dtype=np.int64)
 
-    def copy_counters(self) -> None:
-        """Queue the copy of the counters to the host; part of every step."""
-        self._totals.copy_(self._residency.tables.counters, non_blocking=True)
+    def send_counters(self) -> None:
+        """Queue the copy of the counters to the host, behind a step; `take_counters` makes them the ones that are reported."""
+        self._next_totals.copy_(self._residency.tables.counters, non_blocking=True)
+
+    def take_counters(self) -> None:
+        """Report what was sent last. They have arrived once the host has waited for anything queued behind them."""
+        self._totals, self._next_totals = self._next_totals, self._totals
+
+    @property
+    def warm_ups(self) -> int:
+        """Forward passes after which every kernel of a decode step has run: guesses need routers that the first one gets to know."""
+        return 1 if self._prediction is None else 2
+
+    def begin_forward(self) -> None:
+        """The first thing of every forward pass, captured or not."""
+        if self._prediction is not None:
+            self._prediction.begin_forward()
+        if self.override is not None:
+            self.override.advance()
+
+    def marks(self) -> list[Tensor]:
+        """Copies of what a forward pass counts up, to `rewind` to if it turns out not to be wanted."""
+        return [t.clone() for t in self._counting()]
+
+    def rewind(self, marks: list[Tensor]) -> None:
+        """Queue that nothing was counted since `marks`."""
+        for counting, mark in zip(self._counting(), marks, strict=True):
+            counting.copy_(mark)
+
+    def _counting(self) -> list[Tensor]:
+        return [self._residency.tables.counters, *([] if self.override is None else [self.override.at])]
 
     def counts(self) -> tuple[int, int]:
         """Expert selections, and those whose expert was resident, as of the last step that the host waited for."""
+        assert not self._totals[:, 3].any(), "an expert had no place in the pool"
         return int(self._totals[:, 0].sum()), int(self._totals[:, 1].sum())
+
+    @property
+    def layer_counts(self) -> NDArray[np.int64]:
+        """int64 [num_moe_layers, 2], as of `PooledExperts.layer_counts`; of the last step that the host waited for."""
+        counts: NDArray[np.int64] = self._totals[:, :2].numpy()
+        return counts
+
+    @property
+    def fetched(self) -> int:
+        """Experts that the device itself copied so far."""
+        return int(self._totals[:, 2].sum())
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Their bytes."""
+        return self.fetched * self._host.expert_bytes
 
     def _count(self, ids: Tensor, weights: Tensor, entries: Tensor, scores: Tensor, counters: Tensor) -> None:
         """Scores and counters of a large step, as `resolve` keeps them for small ones."""
@@ -179,100 +313,3 @@ class DeviceExperts:
         scores.index_add_(0, ids.reshape(-1), share.reshape(-1))
         counters[0] += ids.numel()
         counters[1] += (entries[:, 0] >= 0)[ids].sum()
-
-
-class _Stream:
-    """The absent experts of all layers on their way through two buffers."""
-
-    def __init__(
-        self, host: PinnedHost, residency: DeviceResidency, pool: PagePool, buffers: StreamBuffers, copies: torch.cuda.Stream | None
-    ) -> None:
-        self._host, self._residency, self._pool, self._buffers, self._copies = host, residency, pool, buffers, copies
-        self._absent = [residency.absent(layer) for layer in range(host.num_layers)]
-        self._arrived: dict[int, torch.cuda.Event] = {}
-        self._used: dict[int, torch.cuda.Event] = {}
-        self._entries: dict[int, Tensor] = {}
-        if copies is not None:
-            # The buffers' pages may have been read or written by what was queued before this step.
-            copies.wait_stream(torch.cuda.current_stream())
-        for layer in range(min(2, host.num_layers)):
-            self._fill(layer)
-
-    def take(self, layer: int) -> Tensor:
-        """Entries int32 [E, P] of a layer, its absent experts pointing into a buffer; the current stream waits for their arrival."""
-        if self._copies is not None:
-            torch.cuda.current_stream().wait_event(self._arrived.pop(layer))
-        return self._entries.pop(layer)
-
-    def done(self, layer: int) -> None:
-        """The layer's kernels are queued: its buffer may be filled again after them."""
-        if self._copies is not None:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream())
-            self._used[layer] = event
-        if layer + 2 < self._host.num_layers:
-            self._fill(layer + 2)
-
-    def close(self) -> None:
-        """What is queued afterwards on the current stream comes after the last copy."""
-        if self._copies is not None:
-            torch.cuda.current_stream().wait_stream(self._copies)
-
-    def _fill(self, layer: int) -> None:
-        absent = self._absent[layer]
-        half = self._buffers.halves[layer % 2]
-        entries = self._residency.tables.entries[layer].clone()
-        entries[absent.to(entries.device)] = half[: len(absent)].to(entries.device)
-        self._entries[layer] = entries
-        if self._copies is None:
-            self._copy(layer, absent, half)
-            return
-        with torch.cuda.stream(self._copies):
-            if layer - 2 in self._used:
-                self._copies.wait_event(self._used.pop(layer - 2))
-            self._copy(layer, absent, half)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(self._copies)
-            self._arrived[layer] = event
-
-    def _copy(self, layer: int, absent: Tensor, half: Tensor) -> None:
-        """Neighbours in host memory that are neighbours in the pool too are one copy."""
-        page_bytes = self._pool.geometry.expert_page_bytes
-        size = self._host.expert_bytes
-        ids, pages = absent.tolist(), half.tolist()
-        start = 0
-        while start < len(ids):
-            stop = start + 1
-            while stop < len(ids) and ids[stop] == ids[start] + stop - start and _follow(pages[start], pages[stop], (stop - start) * size):
-                stop += 1
-            if _contiguous(pages[start], page_bytes):
-                target = self._pool.bytes_of(pages[start][0], (stop - start) * size)
-                target.copy_(self._host.run(layer, ids[start], stop - start), non_blocking=True)
-            else:
-                stop = start + 1
-                parts = self._host.run(layer, ids[start], 1).view(-1, page_bytes)
-                for page, part in zip(pages[start], parts, strict=True):
-                    self._pool.bytes_of(page, page_bytes).copy_(part, non_blocking=True)
-            self._host.bytes_read += (stop - start) * size
-            start = stop
-
-
-def _contiguous(pages: list[int], page_bytes: int) -> bool:
-    return page_bytes % ENTRY_BYTES == 0 and all(b - a == page_bytes // ENTRY_BYTES for a, b in pairwise(pages))
-
-
-def _follow(first: list[int], other: list[int], distance: int) -> bool:
-    """Whether both experts' pages are contiguous and lie `distance` bytes apart."""
-    step = first[1] - first[0]
-    return other[0] - first[0] == distance // ENTRY_BYTES and all(b - a == step for pages in (first, other) for a, b in pairwise(pages))
-
-
-def borrow_buffers(pool: PagePool, capacity: int, pages_per_expert: int) -> StreamBuffers:
-    """Take pages for two loading buffers of `capacity` experts; they are freed with `pool.free(buffers.pages)`.
-
-    Raises:
-        OutOfPages: if the pool has too few free pages.
-    """
-    pages = sorted(pool.allocate(PageKind.EXPERT, 2 * capacity * pages_per_expert))
-    table = torch.tensor(pages, dtype=torch.int32).view(2, capacity, pages_per_expert)
-    return StreamBuffers((table[0], table[1]), pages)

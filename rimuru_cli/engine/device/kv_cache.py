@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,16 +40,25 @@ class DeviceKVCache:
         self.seq_lens, self.cu_seqlens, self.tokens, self.positions, self.token_seqs = self._inputs.split(sizes)  # type: ignore[no-untyped-call]
         staging = torch.zeros(sum(sizes), dtype=torch.int32)
         self._staging = staging.pin_memory() if pool.is_cuda else staging
-        self._staged = self._staging.split(sizes)  # type: ignore[no-untyped-call]
+        # Written through numpy: an assignment costs a tenth of torch's, and the device waits meanwhile.
+        self._staged = np.split(self._staging.numpy(), np.cumsum(sizes)[:-1])
         self._copied = torch.cuda.Event() if pool.is_cuda else None  # type: ignore[no-untyped-call]
         # The last block that each row of the tables holds, and how many: blocks are a path in a tree, so the last one tells them all.
         self._rows: list[tuple[TokenBlock | None, int]] = [(None, 0)] * max_sequences
+        self._moves = blocks.moves
         self._decode_rows = 0
         self._num_rows = 0
         self._num_sequences = 0
 
+    @property
+    def outdated(self) -> bool:
+        """Whether blocks have other pages than the tables say; `begin_step` mends that."""
+        return self._moves != self._blocks.moves
+
     def begin_step(self, plan: Sequence[ScheduledRows], tokens: Sequence[int]) -> None:
         """Bring the tables and inputs up to date for the scheduled rows (decode rows first); `tokens` are the rows' token ids."""
+        if self.outdated:
+            self._rows, self._moves = [(None, 0)] * len(self._rows), self._blocks.moves
         positions: list[int] = []
         owners: list[int] = []
         bounds = [0]
@@ -64,10 +74,25 @@ class DeviceKVCache:
         if self._copied is not None:
             self._copied.synchronize()  # the last step's copy has read the staging memory
         for target, values in zip(self._staged, (lengths, [b - decode for b in bounds[decode:]], tokens, positions, owners), strict=True):
-            target[: len(values)] = torch.tensor(values, dtype=torch.int32)
+            target[: len(values)] = values
         self._inputs.copy_(self._staging, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+
+    def holds(self, plan: Sequence[ScheduledRows]) -> bool:
+        """Whether the tables are those of these sequences as they are now: no block more, none moved."""
+        rows = zip(self._rows, (rows.sequence.blocks for rows in plan), strict=False)
+        return self._moves == self._blocks.moves and all(last is blocks[-1] and count == len(blocks) for (last, count), blocks in rows)
+
+    def advance(self, tokens: Tensor) -> None:
+        """From a decode step to the next of the same sequences, on the device: `tokens` [rows] are what each of them said.
+
+        The blocks of the next position must be there already.
+        """
+        rows = self._num_rows
+        self.tokens[:rows].copy_(tokens)
+        self.positions[:rows].add_(1)
+        self.seq_lens[:rows].add_(1)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None) -> Tensor:
         """Store k, v [T, G, D] and return causal attention [T, H, D] of q over each row's own sequence."""

@@ -8,14 +8,17 @@ from pathlib import Path
 import psutil
 import torch
 
+from rimuru_cli.engine.ceiling import reserve_for
 from rimuru_cli.engine.config import EngineConfig, Progress
 from rimuru_cli.engine.describe import engine_info
-from rimuru_cli.engine.device.experts import DeviceExperts, NoBuffers
+from rimuru_cli.engine.device.experts import DeviceExperts
 from rimuru_cli.engine.device.kv_cache import DeviceKVCache
+from rimuru_cli.engine.device.link import measure_link
 from rimuru_cli.engine.device.pinned_host import ExpertSource, PinnedHost
-from rimuru_cli.engine.device.plan import DevicePlan, plan_device_memory
+from rimuru_cli.engine.device.plan import DevicePlan, pinned_budget, plan_device_memory
 from rimuru_cli.engine.device.residency import DeviceResidency, DeviceTables
 from rimuru_cli.engine.device.runner import DeviceRunner
+from rimuru_cli.engine.device.streaming import ScratchPages
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.transfer import Loader
@@ -28,11 +31,7 @@ from rimuru_kernels.paged_attention.layout import KVLayout
 from rimuru_models import load_model
 from rimuru_models.errors import DoesNotFitError
 from rimuru_models.interfaces import CausalLM
-from rimuru_models.layout import expert_bytes
 from rimuru_models.weights import CheckpointReader
-
-MOST_OF_MEMORY = 0.85
-"""Share of the free main memory that page-locked experts may take."""
 
 
 def load_on_device(
@@ -49,14 +48,14 @@ def load_on_device(
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (psutil.virtual_memory().available, 0)
     program = total - free if device.type == "cuda" else 0
     plan = plan_device_memory(shape, dtype, config, program=program, free=free, max_batch_tokens=config.device_batch_tokens)
-    experts, memory = len(shape.moe_layers) * shape.num_experts * expert_bytes(shape, dtype.itemsize), psutil.virtual_memory().available
-    if experts > MOST_OF_MEMORY * memory:
-        raise DoesNotFitError(
-            f"All experts ({experts / 2**30:.1f} GiB) have to be page-locked in main memory, and {memory / 2**30:.1f} GiB of it are free.",
-            hint="Close other programs, or choose a smaller model.",
-        )
     model = load_model(reader, dtype, lambda done, total: report("dense weights", done, total), device)
-    host = PinnedHost(reader, device, lambda done, total: report("experts into page-locked memory", done, total))
+    host = PinnedHost(
+        reader,
+        device,
+        lambda done, total: report("experts into page-locked memory", done, total),
+        budget=pinned_budget(psutil.virtual_memory().available) if config.pinned_bytes is None else config.pinned_bytes,
+        scores=ranking.scores,
+    )
     parts = build_device_parts(
         reader,
         host,
@@ -90,32 +89,46 @@ def build_device_parts(
     """Make the pool, fill it with the best-ranked experts, and put the parts together."""
     shape = model.config
     dtype = source.expert_dtype
-    pool = PagePool(plan.geometry, plan.pool, device, poison=config.poison)
+    reserve = reserve_for(plan, _device_bytes(device))
+    try:
+        pool = PagePool(plan.geometry, plan.pool, device, poison=config.poison, reserve_bytes=reserve)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise DoesNotFitError(
+            f"The device gives no {plan.pool / 2**20:,.0f} MiB of memory for experts and conversation ({str(error).splitlines()[0]}).",
+            hint="Close other programs that use the GPU, or give less --memory.",
+        ) from error
     view = ExpertView(pool, shape.expert_intermediate, shape.hidden_size, dtype)
     kv_view = KVView(pool, shape.num_kv_heads, shape.head_dim, plan.block_tokens, dtype)
     pages = plan.geometry.pages_per_expert
     loader = Loader()
     tables = DeviceTables(host, ranking, pages, device)
     residency = DeviceResidency(pool, view, host, ranking, loader, tables, floor=plan.floor, pages_per_expert=pages)
-    _fill(residency, host, report)
+    rates = measure_link(pool, host, pages)
+    _fill(residency, host, report, floor_only=config.fixed_residents)
+    scratch = ScratchPages(pool, host.num_experts, pages)
     blocks = KVBlocks(pool, kv_view, shape.num_layers)
     layout = KVLayout(plan.block_tokens, shape.num_kv_heads, shape.head_dim)
     cache = DeviceKVCache(
-        blocks, pool.data, layout, max_sequences=config.max_sequences, max_tokens=plan.max_batch_tokens, context=plan.context
+        blocks, pool.data, layout, max_sequences=config.max_sequences, max_tokens=plan.max_batch_tokens, context=plan.longest
     )
     experts = DeviceExperts(
         host=host,
         residency=residency,
         pool=pool,
+        scratch=scratch,
         moe_layers=shape.moe_layers,
         top_k=shape.top_k,
         max_tokens=plan.max_batch_tokens,
         decay=config.decay,
         dtype=dtype,
+        rates=rates,
+        prediction=bool(config.prediction),
+        live=config.live_ranking,
     )
-    runner = DeviceRunner(model, cache, experts, residency, blocks, pool, graphs=graphs)
+    runner = DeviceRunner(model, cache, experts, residency, blocks, pool, scratch, graphs=graphs)
     reason = torch.cuda.get_device_name(device) if device.type == "cuda" else "reference ops"
     info = engine_info(name, shape, dtype, plan, config, device=str(device), reason=reason)
+    info = replace(info, pinned_bytes=host.pinned_bytes, mapped_bytes=host.mapped_bytes, notices=(*info.notices, *host.notices))
     return Parts(
         info=info,
         plan=plan,
@@ -125,16 +138,23 @@ def build_device_parts(
         blocks=blocks,
         host=host,
         residency=residency,
-        buffers=NoBuffers(),
+        buffers=scratch,
         loader=loader,
         experts=experts,
         runner=runner,
         eos_ids=eos_ids,
+        link_rate=rates.copy,
+        replan=lambda wish: plan_device_memory(shape, dtype, wish, program=plan.program, free=0, max_batch_tokens=plan.max_batch_tokens),
     )
 
 
-def _fill(residency: DeviceResidency, host: PinnedHost, report: Progress) -> None:
-    wanted = residency.first_choice(spare_pages=AdjusterConstants().high_free + residency.pages_per_expert)
+def _device_bytes(device: torch.device) -> int:
+    """Memory of the device in all."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else int(psutil.virtual_memory().total)
+
+
+def _fill(residency: DeviceResidency, host: PinnedHost, report: Progress, *, floor_only: bool) -> None:
+    wanted = residency.first_choice(AdjusterConstants().high_free + residency.pages_per_expert, floor_only=floor_only)
     for index, (layer, expert) in enumerate(wanted):
         residency.fill(layer, expert)
         report("experts", (index + 1) * host.expert_bytes, len(wanted) * host.expert_bytes)

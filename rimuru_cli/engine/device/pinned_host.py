@@ -1,122 +1,273 @@
-"""The host tier of a device: every expert contiguous in page-locked memory, so that copy engine and kernels read it at link speed."""
+"""The host tier of a device: experts in page-locked memory, so that copy engine and kernels read them at link speed.
+
+Every expert there is contiguous (gate | up | down) and starts at a multiple of 4096 bytes. Memory is locked in pieces as it is filled. What
+the budget or the driver does not allow stays where the checkpoint has it: the device cannot read that (its pointer is 0), and the host has
+to bring it (`bounce.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from itertools import pairwise
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from rimuru_models.config import ModelConfig
-from rimuru_models.errors import DoesNotFitError
+from rimuru_cli.engine.device.expert_files import ExpertFiles, ExpertSource
+from rimuru_cli.engine.device.locking import Locker, locker_for
+from rimuru_cli.engine.memory.backing import ALIGNMENT, Backing, backing_for
 from rimuru_models.layout import expert_bytes
 from rimuru_models.weights import ExpertTensors
 
-_COPY_THREADS = 8
-_REGISTER_FLAGS = 3  # portable | mapped: every context of the process may use it, kernels may read it
+__all__ = ["ExpertSource", "PinnedHost", "reading_threads"]
 
+_PIECE = 512 << 20  # bytes that are locked at once: large enough that calls do not count, small enough to go on reading meanwhile
+_SMALLEST_PIECE = 16 << 20
 
-class ExpertSource(Protocol):
-    """Where experts come from: an open checkpoint."""
-
-    @property
-    def config(self) -> ModelConfig:
-        """The model's architecture."""
-        ...
-
-    @property
-    def expert_dtype(self) -> torch.dtype:
-        """The one dtype of all experts."""
-        ...
-
-    def expert(self, layer: int, expert: int) -> ExpertTensors:
-        """Gate and up [f, d], down [d, f] of one expert of a model layer."""
-        ...
-
-    def close(self) -> None:
-        """Give up what it holds."""
-        ...
+Key = tuple[int, int]
 
 
 class PinnedHost:
-    """All experts of a model in memory, gate | up | down of each one after the other.
+    """All experts of a model: page-locked, or mapped from the checkpoint where memory or driver do not allow that.
 
     Args:
-        source: where the experts come from; not needed afterwards.
+        source: where the experts come from; it stays open where some remain mapped.
         device: whose driver locks the pages; on the CPU nothing is locked.
         progress: called with (bytes done, bytes in all).
+        budget: most bytes to lock; None: all experts, as far as the driver goes.
+        scores: [num_layers, num_experts], which experts come first where not all can be locked (higher first); None: layers take turns.
+        locker: locks the memory; None: the device's.
 
     Attributes:
         num_layers, num_experts, expert_bytes: as of `HostStore`.
-        pointers: int64 [num_layers, num_experts], the address of each expert.
+        stride_bytes: from one expert to the next in locked memory: expert_bytes rounded up to 4096.
+        pointers: int64 [num_layers, num_experts], the address of each expert as the device sees it; 0: it cannot read this one.
+        pinned: bool [num_layers, num_experts], which ones those are.
+        refused: the driver locked less than it was asked for.
         bytes_read: bytes of experts that the host side copied to the device so far.
+        brought: experts that the host had to bring in the middle of a step, because the device cannot read them, so far.
         shared: several engines use it, so that none of them closes it.
-
-    Raises:
-        DoesNotFitError: the driver refuses to lock so much memory.
     """
 
-    def __init__(self, source: ExpertSource, device: torch.device, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        source: ExpertSource,
+        device: torch.device,
+        progress: Callable[[int, int], None] | None = None,
+        *,
+        budget: int | None = None,
+        scores: NDArray[np.float64] | None = None,
+        locker: Locker | None = None,
+    ) -> None:
         config = source.config
         self.num_layers = len(config.moe_layers)
         self.num_experts = config.num_experts
         self.dtype = source.expert_dtype
         self._f, self._d = config.expert_intermediate, config.hidden_size
         self.expert_bytes = expert_bytes(config, self.dtype.itemsize)
+        self.stride_bytes = -(-self.expert_bytes // ALIGNMENT) * ALIGNMENT
         self.bytes_read = 0
+        self.brought = 0
         self.shared = False
-        self._device = device
-        self._layers: list[Tensor] = []
-        total = self.num_layers * self.num_experts * self.expert_bytes
-        with ThreadPoolExecutor(_COPY_THREADS, thread_name_prefix="rimuru-host") as threads:
-            for index, layer in enumerate(config.moe_layers):
-                block = torch.empty(self.num_experts * self.expert_bytes, dtype=torch.uint8)
-                self._layers.append(block)
-                list(threads.map(lambda e, layer=layer, index=index: self._load(source, layer, index, e), range(self.num_experts)))
-                self._lock(block)
-                if progress is not None:
-                    progress((index + 1) * self.num_experts * self.expert_bytes, total)
-        offsets = torch.arange(self.num_experts, dtype=torch.int64) * self.expert_bytes
-        self.pointers = torch.stack([block.data_ptr() + offsets for block in self._layers])
+        self.refused = False
+        self._source, self._moe_layers = source, config.moe_layers
+        self._locker = locker_for(device) if locker is None else locker
+        self._files = ExpertFiles(source)
+        self._progress = progress or (lambda done, total: None)
+        self._pieces: list[tuple[int, int]] = []  # first slot and number of slots of each locked piece
+        self._piece_of: list[int] = []  # of each slot
+        self._staging: list[Backing] = []
+        # Addresses that are locked. A lock that outlived its memory would make the driver read stale bytes wherever new memory got these
+        # addresses, so it ends with this object, closed or not.
+        self._locked: list[int] = []
+        weakref.finalize(self, _unlock, self._locker, self._locked).atexit = False
+        shape = (self.num_layers, self.num_experts)
+        self._slots: NDArray[np.int64] = np.full(shape, -1, dtype=np.int64)
+        self._contents: list[Key] = []  # of each slot
+        total = self.num_layers * self.num_experts
+        count = total if budget is None else max(0, min(total, budget // self.stride_bytes))
+        ranking = np.zeros(shape) if scores is None else scores
+        self._backing = backing_for(count * self.stride_bytes, count * self.stride_bytes, torch.device("cpu"), large=True)
+        self._memory = self._backing.data
+        try:
+            self._load(_best(ranking, count))
+            locked = sum(count for _, count in self._pieces)
+            if locked < count:
+                # The driver stopped half-way, so what is locked holds the first layers only: it had better hold the best of all layers.
+                self.refused = True
+                self._backing.resize(locked * self.stride_bytes)
+                self._load(_best(ranking, locked))
+        except BaseException:
+            self.shared = False
+            self.close()
+            raise
+        self.pinned: NDArray[np.bool_] = self._slots >= 0
+        self.pointers = torch.zeros(shape, dtype=torch.int64)
+        for first, length in self._pieces:
+            address = self._locker.device_address(self._address(first))
+            for slot in range(first, first + length):
+                self.pointers[self._contents[slot]] = address + (slot - first) * self.stride_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of page-locked memory, padding included."""
+        return sum(count for _, count in self._pieces) * self.stride_bytes
+
+    @property
+    def padding_bytes(self) -> int:
+        """Part of it that holds nothing, because experts start at whole memory pages."""
+        return sum(count for _, count in self._pieces) * (self.stride_bytes - self.expert_bytes)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of experts that are not page-locked and stay mapped from the checkpoint."""
+        return int((self._slots < 0).sum()) * self.expert_bytes
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What a person should know about where the experts lie."""
+        if not self.mapped_bytes:
+            return ()
+        why = "the driver page-locks no more" if self.refused else "main memory has no room to page-lock more"
+        locked, rest = self.pinned_bytes / 2**30, self.mapped_bytes / 2**30
+        return (
+            f"{locked:.1f} GiB of experts lie in page-locked memory and {rest:.1f} GiB stay on disk, because {why}; answers are slower "
+            "when they need those.",
+        )
 
     def expert(self, layer: int, expert: int) -> ExpertTensors:
         """Views of one expert of a MoE layer. Counts as a read of the host tier."""
         self.bytes_read += self.expert_bytes
-        return self._views(layer, expert)
+        slot = int(self._slots[layer, expert])
+        if slot < 0:
+            return self._source.expert(self._moe_layers[layer], expert)
+        whole = self._bytes(slot, 1).view(self.dtype)
+        size = self._f * self._d
+        gate, up, down = whole[:size], whole[size : 2 * size], whole[2 * size : 3 * size]
+        return ExpertTensors(gate.view(self._f, self._d), up.view(self._f, self._d), down.view(self._d, self._f))
+
+    def joined(self, layer: int, expert: int, following: int) -> bool:
+        """Whether `following` begins where `expert` ends, so that both are one run of bytes that the copy engine takes at once."""
+        slot, other = int(self._slots[layer, expert]), int(self._slots[layer, following])
+        whole = self.stride_bytes == self.expert_bytes and slot >= 0 and other == slot + 1
+        return whole and self._piece_of[slot] == self._piece_of[other]
 
     def run(self, layer: int, first: int, count: int) -> Tensor:
-        """The bytes of `count` experts of a layer from `first` on, uint8 [count * expert_bytes], a view."""
-        return self._layers[layer][first * self.expert_bytes : (first + count) * self.expert_bytes]
+        """The bytes of `count` page-locked experts that are `joined`, from `first` on: uint8 [count * expert_bytes], a view."""
+        slot = int(self._slots[layer, first])
+        assert slot >= 0, f"expert {first} of layer {layer} is not page-locked"
+        return self._bytes(slot, count)
+
+    def read(self, layer: int, expert: int, out: Tensor) -> None:
+        """Copy one expert's bytes, page-locked or not, to `out`, uint8 [expert_bytes] in main memory. From any thread."""
+        slot = int(self._slots[layer, expert])
+        if slot < 0:
+            self._files.read(self._moe_layers[layer], expert, out)
+        else:
+            np.copyto(out.numpy(), self._bytes(slot, 1).numpy())
+
+    def staging(self, places: int) -> Tensor:
+        """Memory that is locked beside the budget, for experts on their way: uint8 [places, stride_bytes]; plain where that is refused."""
+        backing = backing_for(places * self.stride_bytes, places * self.stride_bytes, torch.device("cpu"), large=True)
+        if self._locker.lock(backing.data.data_ptr(), backing.data.numel()):
+            self._staging.append(backing)
+            self._locked.append(backing.data.data_ptr())
+        return backing.data.view(places, self.stride_bytes)
 
     def close(self) -> None:
         """Unlock the memory, unless it is shared."""
         if self.shared:
             return
-        if self._device.type == "cuda":
-            for block in self._layers:
-                torch.cuda.cudart().cudaHostUnregister(block.data_ptr())  # type: ignore[no-untyped-call]
-        self._layers = []
+        _unlock(self._locker, self._locked)
+        self._pieces, self._staging = [], []
+        self._files.close()
+        self._backing.resize(0)
 
-    def _views(self, layer: int, expert: int) -> ExpertTensors:
-        whole = self.run(layer, expert, 1).view(self.dtype)
-        size = self._f * self._d
-        gate, up, down = whole[:size], whole[size : 2 * size], whole[2 * size :]
-        return ExpertTensors(gate.view(self._f, self._d), up.view(self._f, self._d), down.view(self._d, self._f))
+    # ---- loading -------------------------------------------------------------------------------------------------------------------
 
-    def _load(self, source: ExpertSource, layer: int, index: int, expert: int) -> None:
-        for target, part in zip(self._views(index, expert), source.expert(layer, expert), strict=True):
-            target.copy_(part)
+    def _load(self, wanted: Sequence[Key]) -> None:
+        """Put these experts into the slots, in order, several at a time; lock pieces as soon as they are full, until the driver refuses."""
+        before, self._contents = self._contents, list(wanted)
+        size = max(1, min(_PIECE, max(_SMALLEST_PIECE, len(wanted) * self.stride_bytes // 8)) // self.stride_bytes)
+        bounds = [*range(0, len(wanted), size), len(wanted)]
+        done, total = 0, len(wanted) * self.expert_bytes
+        self._slots.fill(-1)
+        # One thread locks, the others read: locking a piece takes as long as reading a few experts.
+        with ThreadPoolExecutor(reading_threads(), "rimuru-read") as readers, ThreadPoolExecutor(1, "rimuru-lock") as lock:
+            changed = (slot for slot, key in enumerate(wanted) if before[slot : slot + 1] != [key])
+            reading = {slot: readers.submit(self._read_slot, slot) for slot in changed}
+            locking = []
+            try:
+                for start, stop in pairwise(bounds):
+                    for slot in range(start, stop):
+                        if slot in reading:
+                            reading[slot].result()
+                        done += self.expert_bytes
+                        self._progress(done, total)
+                    if not before:
+                        locking.append(lock.submit(self._lock, start, stop))
+                    if any(piece.done() and not piece.result() for piece in locking):
+                        break
+                for piece in locking:
+                    piece.result()
+            finally:
+                for read in reading.values():
+                    read.cancel()
+        locked = sum(count for _, count in self._pieces)
+        for slot, key in enumerate(self._contents[:locked]):
+            self._slots[key] = slot
 
-    def _lock(self, block: Tensor) -> None:
-        if self._device.type != "cuda":
-            return
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        error = int(runtime.cudaHostRegister(block.data_ptr(), block.numel(), _REGISTER_FLAGS))
-        if error != 0:
-            locked = len(self._layers) * block.numel() / 2**30
-            raise DoesNotFitError(
-                f"The driver refused to page-lock {locked:.1f} GiB of memory for experts (CUDA error {error}).",
-                hint="Close other programs, or run on the CPU.",
-            )
+    def _read_slot(self, slot: int) -> None:
+        layer, expert = self._contents[slot]
+        self._files.read(self._moe_layers[layer], expert, self._bytes(slot, 1))
+
+    def _lock(self, start: int, stop: int) -> bool:
+        """Lock slots start to stop, which follow those locked so far; fewer where the driver refuses. Returns whether all were locked."""
+        if start != sum(count for _, count in self._pieces):
+            return False  # refused before
+        size = stop - start
+        while start < stop:
+            size = min(size, stop - start)
+            if self._locker.lock(self._address(start), size * self.stride_bytes):
+                self._piece_of += [len(self._pieces)] * size
+                self._pieces.append((start, size))
+                self._locked.append(self._address(start))
+                start += size
+            elif size == 1 or size * self.stride_bytes <= _SMALLEST_PIECE:
+                return False
+            else:
+                size = (size + 1) // 2
+        return True
+
+    def _address(self, slot: int) -> int:
+        return self._memory.data_ptr() + slot * self.stride_bytes
+
+    def _bytes(self, slot: int, count: int) -> Tensor:
+        start = slot * self.stride_bytes
+        return self._memory[start : start + (count - 1) * self.stride_bytes + self.expert_bytes]
+
+
+def _unlock(locker: Locker, addresses: list[int]) -> None:
+    while addresses:
+        locker.unlock(addresses.pop())
+
+
+def _best(scores: NDArray[np.float64], count: int) -> list[Key]:
+    """The `count` best experts as (layer, expert), ascending; equals go round the layers."""
+    layers = scores.shape[0]
+    order = np.argsort(-scores.T.reshape(-1), kind="stable")[:count]
+    return sorted((int(i) % layers, int(i) // layers) for i in order)
+
+
+def reading_threads() -> int:
+    """Threads that read: the rate of memory is reached with a few, a disk likes several requests at once."""
+    usable: int | None = None
+    with contextlib.suppress(AttributeError, OSError):
+        usable = len(os.sched_getaffinity(0))
+    return max(2, min(8, usable or os.cpu_count() or 1))

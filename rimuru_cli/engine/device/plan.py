@@ -1,24 +1,35 @@
-"""Dividing a device's memory: program, dense weights, workspace, pool. The same questions as `engine.config`, other answers."""
+"""Dividing a device's memory: program, dense weights, workspace, pool. The same questions as `engine.config`, other answers. No torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch
-
-from rimuru_cli.engine.config import EngineConfig, page_geometry
-from rimuru_cli.engine.memory.geometry import PageKind, PoolGeometry
-from rimuru_kernels.fused_moe import workspace_bytes
+from rimuru_cli.engine.config import EngineConfig, page_division, page_geometry
+from rimuru_cli.engine.memory.division import Division
+from rimuru_cli.engine.memory.geometry import CHUNK_BYTES, GUARD_BYTES, SMALL_POOL, PageKind, PoolGeometry
+from rimuru_kernels.sizes import moe_workspace_bytes
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError
 from rimuru_models.layout import dense_bytes
 
 MIB = 1 << 20
+MOST_OF_MEMORY = 0.85
+"""Share of the free main memory that page-locked experts may take."""
 
 # Captured graphs, kernels, library workspaces and the allocator's rounding.
 _LIBRARIES = 448 * MIB
+# Bytes of the next layer's experts that may arrive while a layer computes: some milliseconds, as long as a layer takes for 4096 tokens.
+_AHEAD = 256 * MIB
 _LEAST_CONTEXT = 512
-_DEFAULT_SHARE = 0.92
+DEVICE_SHARE = 0.92
+
+
+def why_not_on_a_device(model: ModelConfig) -> str | None:
+    """Why a model is computed on the CPU although there is a device, a phrase to show to a person; None when it need not be."""
+    if model.recurrent is not None:
+        return f"the recurrent layers of {model.architecture} are computed on the CPU only so far"
+    return None
 
 
 def device_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int:
@@ -30,13 +41,44 @@ def device_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int
     return floor if offload_limit is None else max(floor, num_experts - offload_limit)
 
 
+def buffer_experts(absent: int, expert_bytes: int) -> int:
+    """Experts that the loading buffers of a streamed step hold: all absent ones of a layer, and as many as arrive while a layer computes.
+
+    Args:
+        absent: experts of the layer that lacks most.
+    """
+    return absent + min(absent, -(-_AHEAD // expert_bytes))
+
+
+def least_buffer_experts(absent: int) -> int:
+    """Experts that loading buffers hold where a long conversation leaves no more room: layers then wait for most of theirs."""
+    return absent + min(absent, 4)
+
+
+def backed_bytes(pool_bytes: int) -> int:
+    """Memory that the driver has to give for a pool of so many bytes."""
+    return pool_bytes if pool_bytes + GUARD_BYTES < SMALL_POOL else -(-(pool_bytes + GUARD_BYTES) // CHUNK_BYTES) * CHUNK_BYTES
+
+
+class Sized(Protocol):
+    """A number format, such as a torch.dtype, of which only the size of an element matters here."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        ...
+
+
 @dataclass(frozen=True)
 class DevicePlan:
     """Division of the ceiling, in bytes; see `engine.config.MemoryPlan`.
 
     Attributes:
+        division, floor_pages: as of `MemoryPlan`; the buffers are those of a streamed step.
         kv_pages: most KV pages that there may be: with more, the loading buffers of a streamed step would not fit.
         max_batch_tokens: tokens of a step that the workspace is made for.
+        longest: context in tokens that tables and workspace are made for, whatever the pool allows: the ceiling may be raised later.
+        most_pool: a larger pool is of no use.
     """
 
     geometry: PoolGeometry
@@ -47,14 +89,18 @@ class DevicePlan:
     workspace: int
     pool: int
     floor: int
+    division: Division
+    floor_pages: int
     kv_pages: int
     context: int
     minimum: int
     max_batch_tokens: int
+    longest: int
+    most_pool: int
 
 
 def plan_device_memory(
-    model: ModelConfig, dtype: torch.dtype, config: EngineConfig, *, program: int, free: int, max_batch_tokens: int
+    model: ModelConfig, dtype: Sized, config: EngineConfig, *, program: int, free: int, max_batch_tokens: int
 ) -> DevicePlan:
     """Divide the ceiling (or most of what is free).
 
@@ -76,33 +122,34 @@ def plan_device_memory(
     workspace = _workspace(model, size, tokens, config.max_sequences, context, block_tokens) + _LIBRARIES
     fixed = program + dense + workspace
     per_huge = geometry.pages_per_huge(PageKind.EXPERT)
-    # The loading buffers of a streamed step hold all experts of two layers that are not at their floor.
-    base = (layers * floor + 2 * (model.num_experts - floor)) * pages
+    division, kv_layers = page_division(model, geometry), len(model.attention_layers)
+    base = (layers * floor + least_buffer_experts(model.num_experts - floor)) * pages
 
     def pool_of(context: int) -> int:
-        kv_pages = -(-context // block_tokens) * model.num_layers
-        count = base + -(-kv_pages // geometry.layout(PageKind.KV).per_parent)
-        return -(-count // per_huge) * geometry.huge_page_bytes
+        kv_pages = -(-context // block_tokens) * kv_layers
+        return division.huge_pages(base, kv_pages, 1) * geometry.huge_page_bytes
 
-    minimum = fixed + pool_of(min(context, _LEAST_CONTEXT))
+    minimum = fixed + backed_bytes(pool_of(min(context, _LEAST_CONTEXT)))
     ceiling = config.memory_bytes
     if ceiling is None and config.pool_bytes is not None:
-        ceiling = max(minimum, fixed + config.pool_bytes)
+        ceiling = max(minimum, fixed + backed_bytes(config.pool_bytes))
     elif ceiling is None and config.resident_share is not None:
         experts = round(config.resident_share * layers * model.num_experts)
         ceiling = max(minimum, fixed + experts * pages * geometry.expert_page_bytes)
     elif ceiling is None:
-        ceiling = program + int(_DEFAULT_SHARE * free)
+        ceiling = program + int(DEVICE_SHARE * free)
     if ceiling < minimum:
         raise DoesNotFitError(
             f"The model needs at least {minimum / MIB:,.0f} MiB of device memory, but the ceiling is {ceiling / MIB:,.0f} MiB.",
             hint=f"Give at least --memory {-(-minimum // MIB)}MiB.",
         )
-    everything = layers * model.num_experts * pages
+    everything = max(base, layers * model.num_experts * pages)
     most = (everything // per_huge + 64) * geometry.huge_page_bytes + pool_of(context * config.max_sequences) - pool_of(0)
-    pool = min((ceiling - fixed) // geometry.huge_page_bytes * geometry.huge_page_bytes, most)
-    spare = pool // geometry.huge_page_bytes * per_huge - base
-    kv_pages = spare * geometry.layout(PageKind.KV).per_parent
+    room = ceiling - fixed
+    if room >= SMALL_POOL:
+        room -= room % CHUNK_BYTES + GUARD_BYTES  # see backed_bytes
+    pool = min(room // geometry.huge_page_bytes * geometry.huge_page_bytes, most)
+    kv_pages = division.kv_pages(pool // geometry.huge_page_bytes, base, 1)
     return DevicePlan(
         geometry=geometry,
         block_tokens=block_tokens,
@@ -112,18 +159,27 @@ def plan_device_memory(
         workspace=workspace,
         pool=pool,
         floor=floor,
+        division=division,
+        floor_pages=base,
         kv_pages=kv_pages,
-        context=min(context, kv_pages // model.num_layers * block_tokens),
+        context=min(context, kv_pages // kv_layers * block_tokens),
         minimum=minimum,
         max_batch_tokens=tokens,
+        longest=context,
+        most_pool=most,
     )
+
+
+def pinned_budget(available: int) -> int:
+    """Bytes of main memory to page-lock for experts, of so many that are free: what is left serves the files of the others."""
+    return int(MOST_OF_MEMORY * available)
 
 
 def _workspace(model: ModelConfig, size: int, tokens: int, sequences: int, context: int, block_tokens: int) -> int:
     heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widest = 3 * max(model.dense_intermediate or 0, model.shared_intermediate or 0)
     activations = tokens * size * (8 * model.hidden_size + 5 * heads + widest) + tokens * 16 * model.num_experts
-    moe = workspace_bytes(tokens, model.top_k, model.num_experts, model.expert_intermediate, model.hidden_size, size)
+    moe = moe_workspace_bytes(tokens, model.top_k, model.num_experts, model.expert_intermediate, model.hidden_size, size)
     logits = 4 * sequences * model.vocab_size * 4
     tables = model.num_layers * sequences * (-(-context // block_tokens) + 1) * 4
     return activations + moe + logits + tables

@@ -6,13 +6,16 @@ pages of a worse one of the same layer. The number of residents of a layer there
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from rimuru_cli.engine.device.mirror import TablesMirror
 from rimuru_cli.engine.device.pinned_host import PinnedHost
 from rimuru_cli.engine.experts.ranking import ExpertRanking
-from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.residency import Residency, ResidencyPicture
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ExpertView
@@ -60,24 +63,36 @@ class DeviceResidency(Residency):
     ) -> None:
         super().__init__(pool, view, host, ranking, loader, floor=floor, pages_per_expert=pages_per_expert)
         self.tables = tables
+        self._tier = host
         self.stale = False
         self._changed: set[tuple[int, int]] = set()
+        self._mirror = TablesMirror(tables.entries, tables.scores)
         self._stream = torch.cuda.Stream() if pool.data.is_cuda else None  # type: ignore[no-untyped-call]
 
     @property
     def fewest_visible(self) -> int:
         """Visible experts of the layer that has the fewest; what the device exchanges does not change it."""
-        visible = list(self.counts)
+        return self._host.num_experts - max(self.absent_by_layer)
+
+    @property
+    def absent_by_layer(self) -> list[int]:
+        """How many experts of each layer are not visible."""
+        absent = [self._host.num_experts - count for count in self.counts]
         for layer, _ in self._loading:
-            visible[layer] -= 1
-        return min(visible)
+            absent[layer] += 1
+        return absent
 
     def pull(self) -> None:
         """Read back what the device changed."""
         if not self.stale:
             return
         self.stale = False
+        self._mirror.forget()
         self.push()
+        if self._stream is not None:
+            began = time.perf_counter()
+            torch.cuda.current_stream().synchronize()
+            self.waited += time.perf_counter() - began
         self.entries = self.tables.entries.cpu().numpy()
         self.resident = self.entries[:, :, 0] >= 0
         self._ranking.scores[:] = self.tables.scores.cpu().numpy()
@@ -94,6 +109,8 @@ class DeviceResidency(Residency):
 
     def commit(self, *, wait: bool = False) -> None:
         """See `Residency.commit`."""
+        if not wait and not any(future.done() for _, future in self._loading.values()):
+            return
         if self._loading:
             self.pull()
             # What the device fetched itself in the meantime is not needed a second time.
@@ -101,15 +118,44 @@ class DeviceResidency(Residency):
                 self._abandon(*key)
         super().commit(wait=wait)
 
+    def fill(self, layer: int, expert: int) -> None:
+        """See `Residency.fill`."""
+        if self._stream is not None:
+            # Whatever was queued for these pages before, such as poison, comes first.
+            self._stream.wait_stream(torch.cuda.current_stream())
+        super().fill(layer, expert)
+
+    def settle(self) -> None:
+        """See `Residency.settle`."""
+        self.pull()
+        super().settle()
+
     def expand(self, count: int) -> int:
         """See `Residency.expand`."""
         self.pull()
+        if self._stream is not None:
+            # Pages that were given back may still be read by what is queued: copies into them come after that.
+            self._stream.wait_stream(torch.cuda.current_stream())
         return super().expand(count)
 
     def shrink(self, count: int) -> int:
         """See `Residency.shrink`."""
         self.pull()
         return super().shrink(count)
+
+    @torch.inference_mode()
+    def picture(self, *, step: int, wait: bool) -> ResidencyPicture:
+        """See `Residency.picture`. Without `wait` the device's tables are copied behind the step and shown by a later call, one step old or
+        more, so that nobody waits for the device."""
+        if self.stale and wait:
+            self.pull()
+        if not self.stale:
+            return super().picture(step=step, wait=wait)
+        shown = self._mirror.turn(step)
+        if shown is None:
+            # Until the first copy arrives: the host's own tables, with the right pages and perhaps a few exchanges behind.
+            return super().picture(step=step, wait=wait)
+        return ResidencyPicture(shown.entries, shown.scores, self._on_their_way(), step - shown.step)
 
     def check_integrity(self) -> None:
         """See `Residency.check_integrity`; also the device's tables are the host's."""

@@ -1,22 +1,26 @@
-"""One forward pass on a device. Steps of one row per sequence replay a captured graph; others run kernel by kernel."""
+"""One forward pass on a device. Decode steps whose misses the device fetches replay a captured graph; others run kernel by kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rimuru_cli.engine.device.experts import MAX_ON_DEMAND_ROWS, DeviceExperts, StreamBuffers, borrow_buffers
+from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS
+from rimuru_cli.engine.device.experts import DeviceExperts
 from rimuru_cli.engine.device.kv_cache import DeviceKVCache
+from rimuru_cli.engine.device.lending import Lender
+from rimuru_cli.engine.device.replay import ReplayedRouting
 from rimuru_cli.engine.device.residency import DeviceResidency
+from rimuru_cli.engine.device.streaming import ScratchPages, StreamBuffers
 from rimuru_cli.engine.kv_blocks import KVBlocks
-from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.scheduler import ScheduledRows
-from rimuru_models.errors import DoesNotFitError
+from rimuru_cli.engine.sequence import Sequence as TokenSequence
 from rimuru_models.interfaces import CausalLM, ForwardContext
 
 
@@ -24,6 +28,24 @@ from rimuru_models.interfaces import CausalLM, ForwardContext
 class _Captured:
     graph: torch.cuda.CUDAGraph
     logits: Tensor
+
+
+@dataclass
+class _Ahead:
+    """A decode step that was queued before it was planned.
+
+    Attributes:
+        places: each row's sequence and position.
+        tokens: the rows' tokens, on the host once the step before is over.
+        marks: what `DeviceExperts.rewind` takes.
+        override: the recorded routing that it followed.
+    """
+
+    places: list[tuple[TokenSequence, int]]
+    tokens: Tensor
+    logits: Tensor
+    marks: list[Tensor]
+    override: ReplayedRouting | None
 
 
 class DeviceRunner:
@@ -37,21 +59,32 @@ class DeviceRunner:
         residency: DeviceResidency,
         blocks: KVBlocks,
         pool: PagePool,
+        scratch: ScratchPages,
         *,
         graphs: bool,
     ) -> None:
         self._model = model
         self._cache = cache
         self._experts = experts
-        self._residency = residency
         self._blocks = blocks
-        self._pool = pool
+        self._scratch = scratch
+        self._lender = Lender(pool, residency, blocks, experts, scratch)
         self._graphs_wanted = graphs and pool.data.is_cuda
-        self._graphs: dict[int, _Captured] = {}
+        # By rows, and by the recorded routing that is replayed, if any: where it lies is part of a graph.
+        self._graphs: dict[tuple[int, int], _Captured] = {}
         self._graph_pool: Any = None
+        self._decoded: list[ScheduledRows] | None = None  # the plan of the step just queued, if the next may be launched ahead
+        self._ahead: _Ahead | None = None
 
     def forward(self, plan: Sequence[ScheduledRows]) -> Tensor | None:
         """Logits float32 [number of sampling rows, vocab] in the plan's order, or None if no row is sampled from."""
+        ahead, self._ahead, self._decoded = self._ahead, None, None
+        if ahead is not None:
+            if self._is(ahead, plan):
+                self._experts.take_counters()
+                self._decoded = list(plan)
+                return ahead.logits
+            self._experts.rewind(ahead.marks)
         order = sorted(range(len(plan)), key=lambda i: plan[i].count != 1)
         ordered = [plan[i] for i in order]
         tokens: list[int] = []
@@ -61,91 +94,115 @@ class DeviceRunner:
             if rows.samples:
                 ends[index] = len(tokens) - 1
         sampled = [ends[index] for index in sorted(ends)]
-        # At least one row always fits: the floor of a layer is no less than top_k.
-        passes = self._experts.rows_on_demand
-        if len(tokens) > len(plan) or passes < 1:
-            self._cache.begin_step(ordered, tokens)
-            hidden = self._eager(len(tokens), on_demand=False)
-            return self._model.logits(hidden[torch.tensor(sampled, device=hidden.device)]) if sampled else None
-        # Decoding more sequences than the residents allow takes several passes; all experts of each are on the device then.
-        parts = [self._decode(ordered[i : i + passes], tokens[i : i + passes]) for i in range(0, len(tokens), passes)]
-        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if len(sampled) < len(tokens):
-            return logits[torch.tensor(sampled, device=logits.device)] if sampled else None
+        decode, on_demand = len(tokens) == len(plan), self._experts.prefers_on_demand(len(tokens))
+        buffers = self._lender.lend(len(tokens), on_demand=on_demand)
+        self._cache.begin_step(ordered, tokens)  # only now: making room may have moved pages
+        # Kernel by kernel the host can just as well look after every layer at once.
+        unserved = self._graphs_wanted or not self._experts.needs_service
+        if decode and on_demand and len(sampled) == len(tokens) and self._experts.recorder is None and unserved:
+            logits = self._decode(len(tokens))
+            self._experts.take_counters()
+            if not self._experts.needs_service:
+                self._decoded = ordered
+            elif self._experts.lacked():
+                logits = self._model.logits(self._eager(len(tokens), None, on_demand=True))
+            return logits
+        hidden = self._eager(len(tokens), buffers, on_demand=on_demand)
+        return self._model.logits(hidden[torch.tensor(sampled, device=hidden.device)]) if sampled else None
+
+    def launch_ahead(self, likeliest: Tensor, arriving: Tensor) -> None:
+        """Queue the next decode step before the host knows this one's tokens, so that the device need not wait for the host.
+
+        If the next plan is just that step, its result is there; if not, it was computed in vain: keys and values that it stored lie behind
+        the end of their sequences, and experts that it exchanged change no result.
+
+        Args:
+            likeliest: int64 [R] on the device, the tokens that the rows will have said.
+            arriving: [R] or more, where they arrive on the host.
+        """
+        plan, self._decoded = self._decoded, None
+        if plan is None or not self._cache.holds(plan) or not all(self._goes_on(rows.sequence) for rows in plan):
+            return
+        if self._experts.recorder is not None or self._experts.scratch_needed(len(plan)) > self._scratch.experts:
+            return
+        marks = self._experts.marks()
+        self._cache.advance(likeliest)
+        logits = self._decode(len(plan))
+        places = [(rows.sequence, rows.sequence.computed + 1) for rows in plan]
+        self._ahead = _Ahead(places, arriving, logits, marks, self._experts.override)
+
+    def _goes_on(self, sequence: TokenSequence) -> bool:
+        """Whether a sequence whose newest token is being computed has a place for the next, which will not be its last."""
+        return sequence.computed + 2 < sequence.limit and self._blocks.blocks_for(sequence.computed + 2) <= len(sequence.blocks)
+
+    def _is(self, ahead: _Ahead, plan: Sequence[ScheduledRows]) -> bool:
+        """Whether the step that was launched ahead is the one that is planned now."""
+        if len(plan) != len(ahead.places) or self._experts.recorder is not None or self._experts.override is not ahead.override:
+            return False
+        return all(
+            rows.count == 1
+            and rows.sequence is sequence
+            and sequence.computed == computed == len(sequence.tokens) - 1
+            and sequence.tokens[computed] == token
+            for rows, (sequence, computed), token in zip(plan, ahead.places, ahead.tokens[: len(plan)].tolist(), strict=True)
+        )
+
+    def _decode(self, rows: int) -> Tensor:
+        """Logits [rows, vocab] of a step of one row a sequence, misses fetched by the device; its counters are sent."""
+        self._experts.begin_on_demand(rows)
+        # A copy, since the graph's own result is overwritten by the next replay.
+        logits = self._replay(rows).clone() if self._graphs_wanted else self._model.logits(self._run(rows))
+        self._experts.send_counters()
         return logits
 
-    def _decode(self, plan: Sequence[ScheduledRows], tokens: list[int]) -> Tensor:
-        """Logits of one row per sequence, misses fetched by the device."""
-        self._cache.begin_step(plan, tokens)
-        if self._graphs_wanted and self._experts.recorder is None:
-            self._experts.begin_on_demand(len(tokens))
-            # A copy, since the graph's own result is overwritten by the next replay.
-            return self._replay(len(tokens)).clone()
-        return self._model.logits(self._eager(len(tokens), on_demand=True))
-
-    def _eager(self, rows: int, *, on_demand: bool) -> Tensor:
-        buffers: StreamBuffers | None = None
-        borrowed = 0
-        if on_demand:
-            self._experts.begin_on_demand(rows)
-        else:
-            buffers, borrowed = self._borrow()
-            self._experts.begin_streamed(rows, buffers)
+    def _eager(self, rows: int, buffers: StreamBuffers | None, *, on_demand: bool) -> Tensor:
+        """Kernel by kernel."""
         try:
-            return self._run(rows)
+            if on_demand:
+                self._experts.begin_on_demand(rows, serving=self._experts.needs_service)
+            else:
+                self._experts.begin_streamed(rows, buffers)
+            hidden = self._run(rows)
+            self._experts.send_counters()
+            self._experts.take_counters()
+            return hidden
         finally:
             self._experts.end_step()
-            if buffers is not None:
-                self._pool.free(buffers.pages)
-                if borrowed:
-                    self._residency.expand(borrowed)
-
-    def _borrow(self) -> tuple[StreamBuffers | None, int]:
-        """Pages for the loading buffers; experts that had to make room for them come back after the step."""
-        if self._experts.capacity == 0:
-            return None, 0
-        retired = 0
-        pages = self._residency.pages_per_expert
-        while True:
-            capacity = self._experts.capacity
-            lacking = 2 * capacity * pages - self._pool.allocator.available(PageKind.EXPERT)
-            if lacking <= 0:
-                return borrow_buffers(self._pool, capacity, pages), retired
-            shrunk = self._residency.shrink(-(-lacking // pages))
-            retired += shrunk
-            # Pages of conversations that ended may lie scattered over more expert pages than they fill.
-            if not shrunk and not self._blocks.evict(self._blocks.num_layers):
-                raise DoesNotFitError(
-                    "The pool is too fragmented to load the experts that are not resident.",
-                    hint="Start anew with /clear, or give more --memory.",
-                )
 
     def _run(self, rows: int) -> Tensor:
         cache = self._cache
-        context = ForwardContext(positions=cache.positions[:rows], kv=cache, experts=self._experts, projected=cache)
-        hidden = self._model.forward(cache.tokens[:rows], context)
-        self._experts.copy_counters()
-        return hidden
+        context = ForwardContext(positions=cache.positions[:rows], kv=cache, experts=self._experts, projected=cache, routed=self._experts)
+        self._experts.begin_forward()
+        return self._model.forward(cache.tokens[:rows], context)
 
     def _replay(self, rows: int) -> Tensor:
         assert rows <= MAX_ON_DEMAND_ROWS
-        captured = self._graphs.get(rows)
+        override = self._experts.override
+        key = rows, 0 if override is None else override.ids.data_ptr()
+        captured = self._graphs.get(key)
         if captured is None:
-            captured = self._graphs[rows] = self._capture(rows)
+            captured = self._graphs[key] = self._capture(rows)
         captured.graph.replay()
         return captured.logits
 
     def _capture(self, rows: int) -> _Captured:
         """Run once to compile and warm up, then capture. Both really compute; keys and values are simply stored again."""
-        counted = self._residency.tables.counters.clone()
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        marks, stream = self._experts.marks(), _capture_stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            self._model.logits(self._run(rows))
+            for _ in range(self._experts.warm_ups):
+                self._model.logits(self._run(rows))
         torch.cuda.current_stream().wait_stream(stream)
-        self._residency.tables.counters.copy_(counted)
+        self._experts.rewind(marks)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._graph_pool):
+        # Experts may be arriving meanwhile: what their thread asks of the driver is none of the capture's business.
+        with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
             logits = self._model.logits(self._run(rows))
         self._graph_pool = graph.pool()
         return _Captured(graph, logits)
+
+
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """One for all captures of the process: for every stream that multiplies matrices, libraries keep a workspace of some 32 MiB."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -53,6 +53,11 @@ class Decision:
 AdjusterPolicy = Callable[[AdjusterStats], Decision]
 
 
+def hold(stats: AdjusterStats) -> Decision:
+    """Nothing ever moves by itself: a fixed cache of experts."""
+    return Decision(0, 0, "steady")
+
+
 def decide(stats: AdjusterStats, constants: AdjusterConstants = AdjusterConstants()) -> Decision:
     """Algorithm 1: shrink when sequences lack blocks, keep a small reserve, expand when there is plenty.
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rimuru_cli.engine.experts.ranking import DEFAULT_DECAY, ExpertRanking
+from rimuru_cli.engine.experts.defaults import DEFAULT_DECAY
+from rimuru_cli.engine.experts.ranking import ExpertRanking
 
 SHARES = (0.10, 0.25, 0.40, 0.50)
 

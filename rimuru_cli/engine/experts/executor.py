@@ -67,7 +67,10 @@ class PooledExperts:
 
     Attributes:
         uses, hits: expert selections, and those whose expert was resident.
+        fetched_bytes: always 0; what a device copies by itself is counted here, see `DeviceExperts`.
         row_hits: selections with a resident expert of each row of the current step, over all layers.
+        selections: int64 [num_moe_layers, num_experts], of each expert so far.
+        layer_counts: int64 [num_moe_layers, 2], selections of each layer so far, and those whose expert was resident.
         streamed_steps: steps that went through the loading buffers.
         recorder: told every layer's routing, if set.
     """
@@ -105,15 +108,12 @@ class PooledExperts:
         self._step_tokens = 0
         self.uses = 0
         self.hits = 0
+        self.fetched_bytes = 0
+        self.selections: NDArray[np.int64] = np.zeros((host.num_layers, host.num_experts), dtype=np.int64)
+        self.layer_counts: NDArray[np.int64] = np.zeros((host.num_layers, 2), dtype=np.int64)
         self.row_hits: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.streamed_steps = 0
         self.recorder: Recorder | None = None
-
-    @staticmethod
-    def workspace_bytes(top_k: int, f: int, d: int, max_tokens: int) -> int:
-        """Bytes of this class's buffers and of the largest temporary tensors of a layer of `max_tokens` tokens."""
-        per_token = 4 * (top_k * d * 2 + 4 * f + 2 * d)
-        return (top_k + 1) * 3 * f * d * 4 + max_tokens * per_token
 
     def begin_step(self, num_tokens: int) -> None:
         """Prepare for a forward pass over `num_tokens` rows; residency stays as it is until `end_step`, except for one-row swaps."""
@@ -124,6 +124,9 @@ class PooledExperts:
             absent = [[int(e) for e in np.flatnonzero(~row)] for row in self._residency.resident]
             self._stream = ExpertStream(self._buffers, self._host, self._loader, absent)
             self.streamed_steps += 1
+
+    def close(self) -> None:
+        """Nothing to give up: buffers and threads belong to others."""
 
     def end_step(self) -> None:
         """Finish the forward pass, also one that failed."""
@@ -143,7 +146,7 @@ class PooledExperts:
         self._ranking.add_tokens(index, ids, topk_weights.double().numpy())
         found = self._residency.resident[index][ids].sum(axis=1)
         self.row_hits += found
-        self.hits += int(found.sum())
+        self._count(index, ids.reshape(-1), int(found.sum()))
         return self._many_tokens(index, x, topk_ids, topk_weights)
 
     def _chooses_streaming(self, num_tokens: int) -> bool:
@@ -173,11 +176,19 @@ class PooledExperts:
             downs.append(matrices[1])
         out = token_moe(x, gate_ups, downs, topk_weights[0], self._token_space)
         hits = len(ids) - len(missed)
-        self.hits += hits
         self.row_hits[0] += hits
+        self._count(index, ids, hits)
         if missed:
             residency.offer(index, missed, SWAP_MARGIN)
         return out
+
+    def _count(self, index: int, ids: list[int] | NDArray[np.int64], hits: int) -> None:
+        """Count the selections of a layer, `hits` of which found their expert resident."""
+        self.hits += hits
+        self.selections[index] += np.bincount(ids, minlength=self._host.num_experts)
+        counts = self.layer_counts[index]
+        counts[0] += len(ids)
+        counts[1] += hits
 
     def _many_tokens(self, index: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         num_tokens, k = topk_ids.shape

@@ -19,6 +19,7 @@ class HostTier(Protocol):
     num_experts: int
     expert_bytes: int
     bytes_read: int
+    brought: int
 
     def expert(self, layer: int, expert: int) -> ExpertTensors:
         """Gate and up [f, d], down [d, f] of one expert of a MoE layer, as stored."""
@@ -32,6 +33,7 @@ class HostStore:
         num_layers: MoE layers.
         num_experts: experts of each.
         expert_bytes: bytes of one expert's three projections as stored.
+        brought: always 0; a device's host tier counts here what its device cannot read by itself.
     """
 
     def __init__(self, reader: CheckpointReader) -> None:
@@ -40,6 +42,7 @@ class HostStore:
         self.num_experts = config.num_experts
         self.expert_bytes = expert_bytes(config, reader.expert_dtype.itemsize)
         self.bytes_read = 0
+        self.brought = 0
         # All views at once: a file that is gone shows now and not in the middle of an answer, and no small object made then lies between
         # the large temporary tensors of a step, where it would keep the process from giving their memory back.
         self._experts = [list(reader.experts(layer)) for layer in config.moe_layers]

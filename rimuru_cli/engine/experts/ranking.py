@@ -10,11 +10,13 @@ growing `gain` = decay^-t; orderings are unaffected and a token costs O(top_k) p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-DEFAULT_DECAY = 0.95
+from rimuru_cli.engine.experts.defaults import DEFAULT_DECAY
+
 _MAX_GAIN = 1e12
 
 
@@ -66,6 +68,20 @@ class ExpertRanking:
         share = weights / np.where(totals > 0, totals, 1.0) * (self.decay**ages)[:, None]
         counts = np.bincount(expert_ids.reshape(-1), weights=share.reshape(-1), minlength=self.scores.shape[1])
         self.scores[layer] += counts * self._gain
+
+    def add_counts(self, counts: NDArray[np.floating[Any]], num_tokens: int) -> None:
+        """Count the `num_tokens` tokens of a step whose order is not known.
+
+        Args:
+            counts: [num_moe_layers, num_experts], the sums of their weights.
+        """
+        # On average a token's age is that of one in the middle: as if every expert's tokens lay evenly within the step.
+        kept = (1.0 - self.decay**num_tokens) / ((1.0 - self.decay) * num_tokens)
+        self.scores += counts * (kept * self._gain)
+
+    def present(self) -> NDArray[np.float32]:
+        """The scores as defined above, float32 [num_moe_layers, num_experts], a copy."""
+        return (self.scores / self._gain).astype(np.float32)
 
     def order(self, layer: int) -> list[int]:
         """Experts of one layer, best first; equal scores in ascending expert order."""

@@ -6,9 +6,11 @@ after its bytes are in place, and its pages are given back only between steps, w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,8 +23,26 @@ from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ExpertView
 
+_FIRST = 64  # experts that are wanted at once, mostly
+
 # Tiles of one expert: gate, up and down, each as its row tiles in order.
 ExpertTiles = tuple[list[Tensor], list[Tensor], list[Tensor]]
+
+
+class ResidencyPicture(NamedTuple):
+    """The resident set at one moment, for those who look on.
+
+    Attributes:
+        entries: int32 [num_moe_layers, num_experts, pages_per_expert], as of `Residency`; valid until the next step.
+        scores: float32 [num_moe_layers, num_experts].
+        loading: int32 [n, 2 + pages_per_expert], experts on their way: layer, expert, pages.
+        steps_behind: how many steps ago this was so.
+    """
+
+    entries: NDArray[np.int32]
+    scores: NDArray[np.float32]
+    loading: NDArray[np.int32]
+    steps_behind: int = 0
 
 
 class Residency:
@@ -34,6 +54,7 @@ class Residency:
         counts: resident experts of each layer, those being loaded included.
         floor: experts of each layer that are never retired.
         swaps: exchanges of a resident expert for a better-ranked one so far.
+        waited: seconds spent so far waiting for a device to finish what was queued before its tables could be read.
     """
 
     def __init__(
@@ -63,6 +84,7 @@ class Residency:
         # Gate over up, and down, of every visible expert whose pages follow one another; None for others.
         self.matrices: list[list[tuple[Tensor, Tensor] | None]] = [[None] * host.num_experts for _ in range(host.num_layers)]
         self.swaps = 0
+        self.waited = 0.0
 
     @property
     def total(self) -> int:
@@ -88,9 +110,11 @@ class Residency:
         """Views of a visible expert's pages, or None if it is absent."""
         return self._tiles.get((layer, expert))
 
-    def first_choice(self, spare_pages: int) -> list[tuple[int, int]]:
+    def first_choice(self, spare_pages: int, *, floor_only: bool = False) -> list[tuple[int, int]]:
         """Experts to begin with: the floor of every layer, then the best-ranked ones while more than `spare_pages` pages stay free."""
         wanted = [(layer, expert) for layer in range(len(self.counts)) for expert in self._ranking.order(layer)[: self.floor]]
+        if floor_only:
+            return wanted
         free = self._pool.allocator.available(PageKind.EXPERT) - len(wanted) * self.pages_per_expert
         room = max(0, free - spare_pages) // self.pages_per_expert
         chosen = set(wanted)
@@ -107,8 +131,8 @@ class Residency:
         """Copy a visible expert's bytes again (used to measure a copy from memory)."""
         self._copy(layer, expert, [int(p) for p in self.entries[layer, expert]])
 
-    def ranked_absent(self) -> list[tuple[int, int]]:
-        """Absent experts as (layer, expert), best-ranked first."""
+    def ranked_absent(self) -> Iterator[tuple[int, int]]:
+        """Absent experts as (layer, expert), best-ranked first, as they are now."""
         absent = ~self.resident
         for key in self._loading:
             absent[key] = False
@@ -117,7 +141,7 @@ class Residency:
     def expand(self, count: int) -> int:
         """Start loading the `count` best-ranked absent experts for which there are pages; returns how many were started."""
         started = 0
-        for layer, expert in self.ranked_absent()[:count]:
+        for layer, expert in islice(self.ranked_absent(), count):
             if self._pool.allocator.available(PageKind.EXPERT) < self.pages_per_expert:
                 break
             pages = self._pool.allocate(PageKind.EXPERT, self.pages_per_expert)
@@ -143,18 +167,72 @@ class Residency:
                 self._show(*key, pages)
 
     def shrink(self, count: int) -> int:
-        """Retire the `count` lowest-ranked experts above the floor and free their pages. Only between steps; returns how many."""
+        """Retire `count` experts above the floor and free their pages: those whose copies have not begun, then the lowest-ranked ones. Only
+        between steps; returns how many."""
+        retired = self._recall(count)
+        if retired == count:
+            return retired
         self.commit(wait=True)
-        retired = 0
-        counts = list(self.counts)
+        going: list[tuple[int, int]] = []
         for layer, expert in self._worst_resident():
             if retired == count:
                 break
-            if counts[layer] > self.floor:
-                counts[layer] -= 1
-                self._retire(layer, expert)
+            if self.counts[layer] > self.floor:
+                self.counts[layer] -= 1
+                going.append((layer, expert))
                 retired += 1
+        # All pages are given back at once: a call for every expert would take longer than choosing them.
+        pages = [page for key in going for page in self.entries[key].tolist()]
+        for layer, expert in going:
+            self._hide(layer, expert)
+        self._pool.free(pages)
         return retired
+
+    def _recall(self, count: int) -> int:
+        """Give up to `count` experts up that still wait to be copied, the newest first; nobody waits for anything. Returns how many."""
+        recalled = 0
+        for layer, expert in reversed(list(self._loading)):
+            if recalled == count:
+                break
+            if self.counts[layer] > self.floor and self._loading[layer, expert][1].cancel():
+                self._abandon(layer, expert)
+                recalled += 1
+        return recalled
+
+    def settle(self) -> None:
+        """Wait until all tables say what is so. Only between steps."""
+        self.commit(wait=True)
+
+    def move_from(self, boundary: int) -> int:
+        """Move all expert pages that start at entry `boundary` or later to others, wherever the allocator gives some. Only between steps.
+
+        Returns:
+            Pages moved.
+
+        Raises:
+            OutOfPages: there are too few others; nothing was moved.
+        """
+        self.settle()
+        return self._move(self.entries >= boundary)
+
+    def move(self, pages: Collection[int]) -> int:
+        """As `move_from`, for these pages of visible experts."""
+        self.settle()
+        return self._move(np.isin(self.entries, list(pages))) if pages else 0
+
+    def _move(self, beyond: NDArray[np.bool_]) -> int:
+        sources = self.entries[beyond].tolist()
+        if not sources:
+            return 0
+        targets = self._pool.allocate(PageKind.EXPERT, len(sources))
+        self._pool.move(PageKind.EXPERT, sources, targets)
+        entries = self.entries.copy()
+        entries[beyond] = targets
+        for layer, expert in np.argwhere(beyond.any(axis=2)).tolist():
+            self._hide(layer, expert)
+            self._show(layer, expert, entries[layer, expert].tolist())
+        self._pool.free(sources)
+        return len(sources)
 
     def offer(self, layer: int, missed: Iterable[int], margin: float) -> None:
         """Let missed experts of one layer take the pages of residents that they outrank by the factor `margin`."""
@@ -188,10 +266,19 @@ class Residency:
         assert len(pages) == len(set(pages)), "two experts share a page"
         assert all(self._pool.allocator.owner_of(p) is PageKind.EXPERT for p in pages), "an expert's page is not an expert page"
 
+    def picture(self, *, step: int, wait: bool) -> ResidencyPicture:
+        """The resident set now. Only between steps; `step` is the number of steps so far, `wait` allows to wait for a device."""
+        return ResidencyPicture(self.entries, self._ranking.present(), self._on_their_way())
+
+    def _on_their_way(self) -> NDArray[np.int32]:
+        rows = [(*key, *pages) for key, (pages, _) in self._loading.items()]
+        return np.array(rows, dtype=np.int32).reshape(-1, 2 + self.pages_per_expert)
+
     def _abandon(self, layer: int, expert: int) -> None:
         """Give up an expert that is being loaded, once nothing writes to its pages any more."""
         pages, future = self._loading[layer, expert]
-        future.exception()
+        if not future.cancel():
+            future.exception()
         del self._loading[layer, expert]
         self._pool.free(pages)
         self.counts[layer] -= 1
@@ -223,15 +310,22 @@ class Residency:
         visible = self.resident[layer]
         return int(np.where(visible, self._ranking.scores[layer], np.inf).argmin()) if visible.any() else None
 
-    def _worst_resident(self) -> list[tuple[int, int]]:
+    def _worst_resident(self) -> Iterator[tuple[int, int]]:
         return _ordered(self._ranking.scores, self.resident, descending=False)
 
 
-def _ordered(scores: NDArray[np.float64], mask: NDArray[np.bool_], *, descending: bool) -> list[tuple[int, int]]:
+def _ordered(scores: NDArray[np.float64], mask: NDArray[np.bool_], *, descending: bool) -> Iterator[tuple[int, int]]:
     """(layer, expert) pairs of the mask by score. Equals go round the layers, so that no layer is preferred where nothing is known."""
     layers = scores.shape[0]
     flat = np.flatnonzero(mask.T)
-    order = flat[np.argsort(-scores.T.reshape(-1)[flat], kind="stable")]
-    if not descending:
-        order = order[::-1]
-    return [(int(i) % layers, int(i) // layers) for i in order]
+    keys = scores.T.reshape(-1)[flat]
+    # Of thousands a few are wanted: the first ones are found without putting all in order.
+    parts = [np.arange(len(flat))]
+    if len(flat) > 4 * _FIRST:
+        bound = np.partition(-keys if descending else keys, _FIRST)[_FIRST]
+        near = keys >= -bound if descending else keys <= bound
+        parts = [np.flatnonzero(near), np.flatnonzero(~near)]
+    for part in parts:
+        order = flat[part[np.argsort(-keys[part], kind="stable")]]
+        for i in order if descending else order[::-1]:
+            yield int(i) % layers, int(i) // layers

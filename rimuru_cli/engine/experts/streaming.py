@@ -38,6 +38,11 @@ class LoadingBuffers:
         """Pages of both buffers."""
         return len(self._pages)
 
+    @property
+    def pages(self) -> Sequence[int]:
+        """Page entries of both buffers."""
+        return self._pages
+
     def fill(self, half: int, host: HostStore, layer: int, experts: Sequence[int]) -> None:
         """Copy experts of one layer into a buffer (runs on the loader's thread)."""
         for pages, expert in zip(self._slots[half], experts, strict=False):

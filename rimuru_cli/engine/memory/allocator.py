@@ -6,12 +6,15 @@
 A page is its entry, an int: byte offset from the pool base / 256. Only split pages have an object; the state of its children is one int
 with a bit per child (`splits.py`). Splits with room wait on a shelf, ordered by how many free children they have; each operation costs
 O(pages touched), none scans the pool. Pure Python, no torch, and not thread-safe: the engine's step is the only caller.
+
+Huge pages can be withheld: nothing is allocated in them any more, and what is freed in them stays withheld, so that once their owners have
+left, the memory behind them can be given back. Withheld bytes are neither free nor available.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush
+from collections.abc import Container, Iterable, Iterator
+from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
 from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind, PoolGeometry
@@ -81,6 +84,8 @@ class PageAllocator:
         self._huge_entries = geometry.huge_page_bytes // ENTRY_BYTES
         self._free_huge = list(range(self.num_huge_pages))  # a heap; sorted already
         self._split_huge: dict[int, Split] = {}
+        self._withheld: set[int] = set()  # numbers of huge pages
+        self._withheld_entries = 0  # entries in them that nobody owns, tails of split pages not counted
         self._shelves: dict[PageKind, Shelf] = {}
         for layout in geometry.layouts:
             parent = None if layout.parent is None else self._shelves[layout.parent]
@@ -247,23 +252,127 @@ class PageAllocator:
     def _give(self, split: Split, mask: int, was_split: bool = False) -> None:
         """Marks children (owned, or split and whole again) as free, and merges upwards."""
         shelf = split.shelf
-        shelf.take_out(split)
+        withheld = split.withheld
         count = mask.bit_count()
+        if withheld:
+            self._withheld_entries += count * shelf.stride
+        else:
+            shelf.take_out(split)
+            shelf.num_free += count
         split.free |= mask
         split.num_free += count
-        shelf.num_free += count
         if was_split:
             del split.inner[mask.bit_length() - 1]
         if split.num_free < shelf.capacity:
-            shelf.put(split)
+            if not withheld:
+                shelf.put(split)
             return
-        shelf.num_free -= shelf.capacity
+        if withheld:
+            self._withheld_entries -= shelf.capacity * shelf.stride
+        else:
+            shelf.num_free -= shelf.capacity
         self.merges += 1
         if split.parent is not None:
             self._give(split.parent, 1 << split.index, was_split=True)
+            return
+        del self._split_huge[split.index]
+        if withheld:
+            self._withheld_entries += self._huge_entries
         else:
-            del self._split_huge[split.index]
             heappush(self._free_huge, split.index)
+
+    # ---- withholding ---------------------------------------------------------------------------------------------------------------
+
+    def withhold(self, numbers: Iterable[int]) -> None:
+        """Allocate nothing more in these huge pages; pages owned there stay owned. Numbers already withheld change nothing. O(pool)."""
+        new = set(numbers) - self._withheld
+        assert all(0 <= number < self.num_huge_pages for number in new), "only huge pages of the pool can be withheld"
+        self._withheld |= new
+        self._free_huge = [number for number in self._free_huge if number not in new]
+        heapify(self._free_huge)
+        self._withheld_entries += self._huge_entries * sum(1 for number in new if number not in self._split_huge)
+        for split in self._splits_in(new):
+            split.shelf.take_out(split)
+            split.shelf.num_free -= split.num_free
+            self._withheld_entries += split.num_free * split.shelf.stride
+            split.withheld = True
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Reverses `withhold`; numbers that are not withheld change nothing. O(pool)."""
+        back = set(numbers) & self._withheld
+        self._withheld -= back
+        self._free_huge += [number for number in back if number not in self._split_huge]
+        heapify(self._free_huge)
+        self._withheld_entries -= self._huge_entries * sum(1 for number in back if number not in self._split_huge)
+        for split in self._splits_in(back):
+            split.withheld = False
+            self._withheld_entries -= split.num_free * split.shelf.stride
+            split.shelf.num_free += split.num_free
+            split.shelf.put(split)
+
+    def _splits_in(self, numbers: Iterable[int]) -> Iterator[Split]:
+        for number in numbers:
+            split = self._split_huge.get(number)
+            if split is not None:
+                yield split
+                yield from split.inner.values()
+
+    def held_in_withheld(self, kind: PageKind) -> list[int]:
+        """Owned pages of a kind that lie in withheld huge pages, ascending."""
+        return [
+            page
+            for split in self._splits_in(sorted(self._withheld))
+            if split.shelf.kind is kind
+            for page in child_entries(split, owned_children(split))
+        ]
+
+    def count_in_withheld(self, kind: PageKind) -> int:
+        """How many they are."""
+        splits = self._splits_in(self._withheld)
+        return sum(owned_children(split).bit_count() for split in splits if split.shelf.kind is kind)
+
+    def gaps(self, kind: PageKind) -> int:
+        """Free pages of a kind in parents that are split already."""
+        shelf = self._shelves.get(kind)
+        return 0 if shelf is None else shelf.num_free
+
+    def free_runs(self, kind: PageKind, run_length: int) -> int:
+        """Runs of so many free pages in parents that are split already. O(such parents)."""
+        shelf = self._shelves.get(kind)
+        if shelf is None or run_length > shelf.capacity:
+            return 0
+        groups = self._run_index(shelf, run_length).groups.values()
+        return sum(len(disjoint_runs(split.free, run_length, shelf.capacity)) for group in groups for split in group)
+
+    @property
+    def free_huge_pages(self) -> int:
+        """Huge pages that are whole and free."""
+        return len(self._free_huge)
+
+    def emptiest(self, kind: PageKind, spared: Container[int] = ()) -> tuple[int, int] | None:
+        """Of the huge pages split into pages of a kind that have free ones: the one with the fewest others, if those fit elsewhere.
+
+        Returns:
+            Its number and how many others it has; None where there is none. `spared` are numbers that do not count. O(split huge pages).
+        """
+        shelf = self._shelves[kind]
+        best: tuple[int, int] | None = None
+        for number, split in self._split_huge.items():
+            used = shelf.capacity - split.num_free
+            fits = split.shelf is shelf and split.num_free and not split.withheld and number not in spared
+            if fits and used <= shelf.num_free - split.num_free and (best is None or used < best[1]):
+                best = number, used
+        return best
+
+    def huge_page_of(self, page: int) -> int:
+        """Number of the huge page in which an entry lies."""
+        return page // self._huge_entries
+
+    def sparsest(self, kind: PageKind) -> list[int]:
+        """Owned pages of the parent that holds the fewest pages of a kind, among those with room for more; empty if there is none."""
+        shelf = self._shelves.get(kind)
+        split = None if shelf is None else shelf.partial.highest()
+        return [] if split is None else list(child_entries(split, owned_children(split)))
 
     # ---- asking --------------------------------------------------------------------------------------------------------------------
 
@@ -336,9 +445,14 @@ class PageAllocator:
         return entries * ENTRY_BYTES
 
     @property
+    def withheld_bytes(self) -> int:
+        """Bytes in withheld huge pages that nobody owns."""
+        return self._withheld_entries * ENTRY_BYTES
+
+    @property
     def tail_bytes(self) -> int:
         """Bytes that the present splits leave uncovered."""
-        return self.pool_bytes - self.unused_bytes - self.free_bytes - sum(self.bytes_by_kind().values())
+        return self.pool_bytes - self.unused_bytes - self.free_bytes - self.withheld_bytes - sum(self.bytes_by_kind().values())
 
     @property
     def unused_bytes(self) -> int:
@@ -350,19 +464,20 @@ class PageAllocator:
         for number in range(self.num_huge_pages):
             split = self._split_huge.get(number)
             if split is None:
-                yield Region(number * self.geometry.huge_page_bytes, self.geometry.huge_page_bytes, "free")
+                state = "withheld" if number in self._withheld else "free"
+                yield Region(number * self.geometry.huge_page_bytes, self.geometry.huge_page_bytes, state)
             else:
                 yield from regions_of(split, self._huge_entries)
         if self.unused_bytes:
             yield Region(self.pool_bytes - self.unused_bytes, self.unused_bytes, "unused")
 
     def check_integrity(self) -> None:
-        """Walks everything: no byte has two owners, free + owned + tails + unused = pool, counts and shelves equal the tables. O(pool).
+        """Walks everything: no byte has two owners, free + withheld + owned + tails + unused = pool, counts equal the tables. O(pool).
 
         Raises:
             IntegrityError: with the first disagreement found.
         """
-        check_tables(self, self._free_huge, self._split_huge, self._shelves)
+        check_tables(self, self._free_huge, self._withheld, self._split_huge, self._shelves)
 
     def _run_index(self, shelf: Shelf, run_length: int) -> Buckets:
         index = shelf.run_indexes.get(run_length)

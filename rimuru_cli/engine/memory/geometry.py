@@ -29,6 +29,15 @@ ENTRY_BYTES = 256
 MAX_PAGE_BYTES = 16 * 1024 * 1024
 """Largest page, and largest exact common multiple used as a huge page."""
 
+CHUNK_BYTES = 32 << 20
+"""Memory behind a device's pool is taken and given back in pieces of this size: a call for each costs tens of microseconds."""
+
+GUARD_BYTES = 4096
+"""A device's pool starts so far behind the beginning of its memory."""
+
+SMALL_POOL = 1 << 30
+"""Below this size the pieces are the smallest that the driver makes."""
+
 MAX_EXPERTS_PER_HUGE_PAGE = 4
 MAX_SSM_WASTE = Fraction(5, 100)
 MAX_KV_TAIL = Fraction(1, 100)

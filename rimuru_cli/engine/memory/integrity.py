@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind
@@ -17,20 +17,26 @@ class IntegrityError(AssertionError):
 
 
 def check_tables(
-    allocator: PageAllocator, free_huge: Sequence[int], split_huge: Mapping[int, Split], shelves: Mapping[PageKind, Shelf]
+    allocator: PageAllocator,
+    free_huge: Sequence[int],
+    withheld: Set[int],
+    split_huge: Mapping[int, Split],
+    shelves: Mapping[PageKind, Shelf],
 ) -> None:
-    """No byte has two owners, free + owned + tails + unused = pool, and counts and shelves equal the tables.
+    """No byte has two owners, free + withheld + owned + tails + unused = pool, and counts and shelves equal the tables.
 
     Args:
         allocator: for its public counters and its regions.
         free_huge: numbers of the free huge pages.
+        withheld: numbers of the withheld ones, split or not.
         split_huge: the split ones, by number.
         shelves: one per kind.
 
     Raises:
         IntegrityError: with the first disagreement found.
     """
-    _require(sorted([*free_huge, *split_huge]) == list(range(allocator.num_huge_pages)), "each huge page is either free or split")
+    whole = [*free_huge, *(withheld - split_huge.keys())]
+    _require(sorted([*whole, *split_huge]) == list(range(allocator.num_huge_pages)), "each huge page is free, withheld or split")
     huge_entries = allocator.geometry.huge_page_bytes // ENTRY_BYTES
     for number, l1 in split_huge.items():
         place = (l1.index == number, l1.parent is None, l1.base == number * huge_entries, l1.shelf.parent is None)
@@ -38,6 +44,7 @@ def check_tables(
     splits = [split for l1 in split_huge.values() for split in (l1, *l1.inner.values())]
     for split in splits:
         _check_split(split)
+        _require(split.withheld == (split.base // huge_entries in withheld), f"the split at {split.base} knows whether it is withheld")
     for shelf in shelves.values():
         _check_shelf(shelf, [split for split in splits if split.shelf is shelf])
     _check_bytes(allocator)
@@ -58,8 +65,9 @@ def _check_split(split: Split) -> None:
 
 def _check_shelf(shelf: Shelf, splits: list[Split]) -> None:
     name = shelf.kind.value
-    _require(shelf.num_free == sum(split.num_free for split in splits), f"free {name} pages are counted right")
     _require(shelf.num_owned == sum(owned_children(split).bit_count() for split in splits), f"owned {name} pages are counted right")
+    splits = [split for split in splits if not split.withheld]
+    _require(shelf.num_free == sum(split.num_free for split in splits), f"free {name} pages are counted right")
     _check_buckets(shelf.partial, {split: split.num_free for split in splits if split.num_free})
     for length, index in shelf.run_indexes.items():
         _check_buckets(index, {split: split.num_free for split in splits if disjoint_runs(split.free, length, 1)})
@@ -84,7 +92,8 @@ def _check_bytes(allocator: PageAllocator) -> None:
         totals[state] = totals.get(state, 0) + length
     _require(position == allocator.pool_bytes, "the regions cover the pool")
     expected = {kind.value: num_bytes for kind, num_bytes in allocator.bytes_by_kind().items()}
-    expected |= {"free": allocator.free_bytes, "tail": allocator.tail_bytes, "unused": allocator.unused_bytes}
+    expected |= {"free": allocator.free_bytes, "withheld": allocator.withheld_bytes}
+    expected |= {"tail": allocator.tail_bytes, "unused": allocator.unused_bytes}
     for state, num_bytes in expected.items():
         _require(totals.get(state, 0) == num_bytes, f"{state} bytes are counted right")
 

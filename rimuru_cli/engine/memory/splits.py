@@ -13,7 +13,7 @@ from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind
 
 
 class Region(NamedTuple):
-    """A piece of the pool for display. state is a PageKind's value, "free", "tail" or "unused"."""
+    """A piece of the pool for display. state is a PageKind's value, "free", "withheld", "tail" or "unused"."""
 
     offset_bytes: int
     length_bytes: int
@@ -24,9 +24,10 @@ class Split:
     """A page that is split into children of one kind.
 
     Exactly one of these holds for each child: its bit is in `free`, it is in `inner` (split itself; L1 only), or it is owned.
+    A withheld split lies on no shelf: nothing is taken from it.
     """
 
-    __slots__ = ("base", "free", "index", "inner", "num_free", "parent", "shelf")
+    __slots__ = ("base", "free", "index", "inner", "num_free", "parent", "shelf", "withheld")
 
     def __init__(self, shelf: Shelf, base: int, parent: Split | None, index: int) -> None:
         self.shelf = shelf
@@ -36,6 +37,7 @@ class Split:
         self.free = shelf.full
         self.num_free = shelf.capacity
         self.inner: dict[int, Split] = {}
+        self.withheld = False
 
 
 class Buckets:
@@ -69,7 +71,14 @@ class Buckets:
         present = self.present
         if not present:
             return None
-        group = self.groups[(present & -present).bit_length() - 1]
+        return self._newest((present & -present).bit_length() - 1)
+
+    def highest(self) -> Split | None:
+        """The split added last to the highest group."""
+        return self._newest(self.present.bit_length() - 1) if self.present else None
+
+    def _newest(self, number: int) -> Split:
+        group = self.groups[number]
         split, _ = group.popitem()
         group[split] = None
         return split
@@ -150,7 +159,8 @@ def regions_of(split: Split, span_entries: int) -> Iterator[Region]:
         if inner is not None:
             yield from regions_of(inner, shelf.stride)
         else:
-            state = "free" if split.free >> child & 1 else shelf.kind.value
+            unowned = "withheld" if split.withheld else "free"
+            state = unowned if split.free >> child & 1 else shelf.kind.value
             yield Region((split.base + child * shelf.stride) * ENTRY_BYTES, shelf.stride * ENTRY_BYTES, state)
     tail = span_entries - shelf.capacity * shelf.stride
     if tail:

@@ -6,13 +6,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 from tiny_checkpoints import write_tiny_checkpoint
 
 from rimuru_cli.engine.experts.host_store import HostStore
 from rimuru_cli.engine.experts.ranking import ExpertRanking
-from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.residency import Residency, _ordered
 from rimuru_cli.engine.experts.streaming import ExpertStream, LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.memory.geometry import PageKind, PoolGeometry
@@ -114,6 +115,38 @@ def test_an_expert_shows_only_after_its_copy_completed(reader: CheckpointReader)
     room.residency.check_integrity()
 
 
+def test_copies_that_have_not_begun_are_called_back_without_waiting(reader: CheckpointReader) -> None:
+    """Handing pages over must not wait for experts that would go at once."""
+    room = _room(reader, 6, floor=0)
+    room.residency.fill(0, 0)
+    gate = threading.Event()
+    room.loader.submit(lambda: gate.wait(timeout=30) and None)
+    assert room.residency.expand(4) == 4
+    assert room.residency.shrink(3) == 3, "this would wait for the gate"
+    assert room.residency.num_resident == 2 and room.residency.resident.sum() == 1
+    assert room.pool.allocator.owned(PageKind.EXPERT) == 6
+    room.residency.check_integrity()
+    gate.set()
+    assert room.residency.shrink(1) == 1
+    assert room.residency.num_resident == 1
+    room.residency.check_integrity()
+    room.residency.close()
+    assert room.pool.allocator.owned(PageKind.EXPERT) == 0
+    room.loader.close()
+
+
+def test_the_floor_is_kept_when_copies_are_called_back(reader: CheckpointReader) -> None:
+    room = _room(reader, 8, floor=1)
+    gate = threading.Event()
+    room.loader.submit(lambda: gate.wait(timeout=30) and None)
+    assert room.residency.expand(6) == 6
+    assert room.residency._recall(6) == 2
+    assert min(room.residency.counts) == 1
+    gate.set()
+    room.residency.close()
+    room.loader.close()
+
+
 def test_an_expert_that_is_being_loaded_is_not_offered_pages_again(reader: CheckpointReader) -> None:
     room = _room(reader, 4)
     room.residency.fill(0, 1)
@@ -196,3 +229,15 @@ def test_a_stream_that_is_left_early_leaves_the_buffers_usable(reader: Checkpoin
     ((expert, tiles),) = second.take(0)
     assert expert == 4 and torch.equal(tiles[0][0], room.host.expert(0, 4).gate)
     second.close()
+
+
+@pytest.mark.parametrize("descending", [True, False])
+@pytest.mark.parametrize("ties", [1, 3, 1000])
+def test_the_order_is_that_of_a_full_sort(descending: bool, ties: int) -> None:
+    """The first ones are found without sorting everything; equals go round the layers."""
+    generator = np.random.default_rng(ties)
+    scores = np.floor(generator.random((48, 64)) * (10**6 // ties)) if ties < 1000 else np.zeros((48, 64))
+    mask = generator.random((48, 64)) < 0.7
+    everything = [(layer, expert) for expert in range(64) for layer in range(48) if mask[layer, expert]]
+    wanted = sorted(everything, key=lambda pair: -scores[pair])
+    assert list(_ordered(scores, mask, descending=descending)) == (wanted if descending else wanted[::-1])

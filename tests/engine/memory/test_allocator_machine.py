@@ -38,6 +38,7 @@ class Model:
         self.num_huge = num_huge
         self.huge_entries = geometry.huge_page_bytes // E
         self.owned: dict[int, PageKind] = {}
+        self.withheld: set[int] = set()
 
     def stride(self, kind: PageKind) -> int:
         return self.geometry.layout(kind).stride_bytes // E
@@ -83,13 +84,32 @@ class Model:
         layout = self.geometry.layout(kind)
         everything = set(range(layout.per_parent))
         if layout.parent is None:
-            return [everything - {child for h, child in inside if h == huge} for huge, kinds in sizes.items() if kinds == {kind}]
-        return [everything - {place for _, place in pages} for pages in inside.values() if pages[0][0] is kind]
+            given = {huge: kinds for huge, kinds in sizes.items() if huge not in self.withheld}
+            return [everything - {child for h, child in inside if h == huge} for huge, kinds in given.items() if kinds == {kind}]
+        given_pages = [pages for (huge, _), pages in inside.items() if huge not in self.withheld]
+        return [everything - {place for _, place in pages} for pages in given_pages if pages[0][0] is kind]
 
     def unopened(self, kind: PageKind) -> int:
         """Free pages of the parent's size."""
         parent = self.geometry.layout(kind).parent
-        return self.num_huge - len(self.tables()[0]) if parent is None else self.available(parent)
+        return self.num_huge - len(self.tables()[0].keys() | self.withheld) if parent is None else self.available(parent)
+
+    def withheld_bytes(self) -> int:
+        """What nobody owns in withheld huge pages, less the tails of those that are split."""
+        sizes, inside = self.tables()
+        total = 0
+        for huge in self.withheld:
+            if huge not in sizes:
+                total += self.geometry.huge_page_bytes
+                continue
+            (l2_kind,) = sizes[huge]
+            pages = {child: pages for (h, child), pages in inside.items() if h == huge}
+            total += (self.geometry.layout(l2_kind).per_parent - len(pages)) * self.stride(l2_kind) * E
+            for held in pages.values():
+                if held[0][0] is not l2_kind:
+                    layout = self.geometry.layout(held[0][0])
+                    total += (layout.per_parent - len(held)) * layout.stride_bytes
+        return total
 
     def available(self, kind: PageKind) -> int:
         if kind not in self.geometry.kinds:
@@ -110,7 +130,8 @@ class Model:
         """Fewest pages to free for a whole huge page, over the huge pages that hold nothing else."""
         held: dict[int, Counter[PageKind]] = defaultdict(Counter)
         for entry, kind in self.owned.items():
-            held[entry // self.huge_entries][kind] += 1
+            if entry // self.huge_entries not in self.withheld:
+                held[entry // self.huge_entries][kind] += 1
         return min((kinds[evictable] for kinds in held.values() if set(kinds) == {evictable}), default=None)
 
 
@@ -248,7 +269,8 @@ class AllocatorMachine(RuleBasedStateMachine):
         same_size = self.model.l2_kind(kind) is evictable
         if gain is None:
             assert self.model.fewest_evictions(evictable) is None
-            assert not (same_size and evictable in self.model.owned.values())
+            given = [owner for page, owner in self.model.owned.items() if page // self.model.huge_entries not in self.model.withheld]
+            assert not (same_size and evictable in given)
             return
         pages = list(gain.pages)
         assert len(pages) == (1 if same_size else self.model.fewest_evictions(evictable))
@@ -258,6 +280,32 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator.free(pages)
         assert self.allocator.available(kind) - before == gain.gained > 0
         self.groups = [kept for group in self.groups if (kept := [page for page in group if page in self.model.owned])]
+
+    @rule(data=st.data())
+    def withhold(self, data: st.DataObject) -> None:
+        numbers = data.draw(st.sets(st.integers(0, self.model.num_huge - 1)))
+        self.allocator.withhold(numbers)
+        self.model.withheld |= numbers
+        for kind in self.geometry.kinds:
+            inside = [page for page, owner in self.model.owned.items() if owner is kind]
+            inside = sorted(page for page in inside if page // self.model.huge_entries in self.model.withheld)
+            assert self.allocator.held_in_withheld(kind) == inside
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        numbers = data.draw(st.sets(st.integers(0, self.model.num_huge - 1)))
+        self.allocator.release(numbers)
+        self.model.withheld -= numbers
+
+    @rule()
+    def find_the_sparsest(self) -> None:
+        pages = self.allocator.sparsest(KV)
+        frees = [len(free) for free in self.model.free_children(KV) if free]
+        assert bool(pages) == bool(frees)
+        if pages:
+            assert all(self.model.owned[page] is KV for page in pages)
+            assert len({self.model.place(page, KV)[:2] for page in pages}) == 1
+            assert max(frees) == self.geometry.layout(KV).per_parent - len(pages)
 
     @invariant()
     def agrees_with_model(self) -> None:
@@ -272,7 +320,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert self.allocator.available(kind) == self.model.available(kind)
         merged = not self.model.owned
         assert (self.allocator.splits == self.allocator.merges) == merged
-        assert merged == (self.allocator.free_bytes + self.allocator.unused_bytes == self.allocator.pool_bytes)
+        assert self.allocator.withheld_bytes == self.model.withheld_bytes()
+        spare = self.allocator.free_bytes + self.allocator.withheld_bytes + self.allocator.unused_bytes
+        assert merged == (spare == self.allocator.pool_bytes)
 
 
 TestAllocatorMachine = AllocatorMachine.TestCase

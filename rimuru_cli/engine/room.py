@@ -1,0 +1,148 @@
+"""Room for the pages of sequences in a model with recurrent layers, where pages of four kinds and three levels want the same bytes.
+
+What goes first: token blocks that nothing can resume from, then experts down to their floor, and bookmarks last; the number of
+bookmarks is bounded instead. Where free pages lie scattered over huge pages that are in use otherwise, what is in their way is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rimuru_cli.engine.bookmarks import Bookmarks
+from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.streaming import LoadingBuffers
+from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.memory.division import Division, Wanted
+from rimuru_cli.engine.memory.geometry import PageKind
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.sequence import Sequence
+from rimuru_cli.engine.state_blocks import StateBlocks
+
+KEPT_SHARE = 8
+"""Bookmarks take at most the pool's 8th part."""
+
+LEAST_KEPT = 2
+"""... but as many as this may be kept in any pool: one for what was said, one for the prompt that is being computed."""
+
+
+class Room:
+    """Makes room; called between steps only.
+
+    Args:
+        division: sums over the pool's page sizes.
+        pool, blocks, states, bookmarks, residency, buffers: who owns pages.
+
+    Attributes:
+        adjust: asks for experts to be retired, given how many expert pages are lacking; set by the engine.
+        running: sequences that hold pages; set by the engine.
+    """
+
+    def __init__(
+        self,
+        division: Division,
+        pool: PagePool,
+        blocks: KVBlocks,
+        states: StateBlocks,
+        bookmarks: Bookmarks,
+        residency: Residency,
+        buffers: LoadingBuffers,
+    ) -> None:
+        self._division = division
+        self._pool = pool
+        self._allocator = pool.allocator
+        self._blocks = blocks
+        self._states = states
+        self._bookmarks = bookmarks
+        self._residency = residency
+        self._buffers = buffers
+        self.adjust: Callable[[int], None] = lambda required_blocks: None
+        self.running: Callable[[], Iterable[Sequence]] = lambda: ()
+
+    @property
+    def most_kept(self) -> int:
+        """Bookmarks that there may be."""
+        geometry = self._division.geometry
+        one = self._states.layout.huge_pages * geometry.huge_page_bytes
+        return max(LEAST_KEPT, self._pool.num_bytes // KEPT_SHARE // one)
+
+    def held(self) -> tuple[int, int]:
+        """KV pages and state blocks that running sequences hold."""
+        blocks = {id(block) for sequence in self.running() for block in sequence.blocks}
+        states = sum((sequence.states is not None) + len(sequence.keeping) for sequence in self.running())
+        return len(blocks) * self._blocks.num_layers, states
+
+    def make(self, num_blocks: int, states: int) -> bool:
+        """Make sure that so many token blocks and state blocks can be allocated now; gives nothing up and returns False if they cannot."""
+        kv_pages = num_blocks * self._blocks.num_layers
+        wanted = self._division.wanted(kv_pages, states)
+        if self._division.lacking(self._allocator, wanted) <= 0:
+            return True
+        held_pages, held_states = self.held()
+        floor = self._residency.floor * len(self._residency.counts) * self._residency.pages_per_expert + self._buffers.num_pages
+        needed = self._division.huge_pages(floor, held_pages + kv_pages, held_states + states)
+        if needed > self._pool.num_bytes // self._division.geometry.huge_page_bytes:
+            return False
+        return self.free_up(lambda: wanted)
+
+    def for_bookmark(self) -> bool:
+        """Make room for one more state block if that costs no other bookmark within the bound and at most half of the spare experts."""
+        while len(self._bookmarks) >= self.most_kept:
+            if not self._bookmarks.evict():
+                return False
+        wanted = self._division.wanted(0, 1)
+        return self.free_up(lambda: wanted, spare_bookmarks=True)
+
+    def trim(self) -> None:
+        """Give up bookmarks beyond the bound."""
+        while len(self._bookmarks) > self.most_kept and self._bookmarks.evict():
+            pass
+
+    def free_up(self, wanted: Callable[[], Wanted], *, spare_bookmarks: bool = False) -> bool:
+        """Give up what is of least use until all that is wanted can be taken; `wanted` is asked again after each thing given up.
+
+        Args:
+            spare_bookmarks: keep all bookmarks, and half of the experts above their floor.
+
+        Returns:
+            False if nothing is left to give up. Running sequences and experts at their floor stay.
+        """
+        per_huge = self._division.geometry.pages_per_huge(PageKind.EXPERT)
+        while (lacking := self._division.lacking(self._allocator, wanted())) > 0:
+            if self._blocks.evict(1) or self._merge():
+                continue
+            before = self._residency.shrinkable
+            if spare_bookmarks and 2 * lacking * per_huge > before * self._residency.pages_per_expert:
+                return False
+            if before:
+                self.adjust(lacking * per_huge)
+                if self._residency.shrinkable < before:
+                    continue
+            if not spare_bookmarks and (self._bookmarks.evict() or self._blocks.gather()):
+                continue
+            return False
+        return True
+
+    def _merge(self) -> bool:
+        """Empty the huge page whose few pages fit into the gaps of others; False if there is none."""
+        buffers = {self._allocator.huge_page_of(page) for page in self._buffers.pages}
+        for kind in (PageKind.EXPERT, PageKind.SSM):
+            found = self._allocator.emptiest(kind, buffers)
+            if found is not None:
+                self._vacate(found[0])
+                return True
+        return False
+
+    def _vacate(self, number: int) -> None:
+        allocator = self._allocator
+        self._residency.settle()
+        allocator.withhold([number])
+        try:
+            kv, experts = (
+                [page for page in allocator.held_in_withheld(kind) if allocator.huge_page_of(page) == number]
+                for kind in (PageKind.KV, PageKind.EXPERT)
+            )
+            self._blocks.move(kv)
+            self._states.vacate({number})
+            self._residency.move(experts)
+        finally:
+            allocator.release([number])

@@ -1,0 +1,125 @@
+"""The states of sequences as pages of the pool: recurrent states (SSM pages) and convolution rows of all recurrent layers.
+
+A sequence has one block of them, however long its text is, taken and freed as a whole. Blocks are never shared: who continues a text
+from a state that is kept copies it first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from rimuru_cli.engine.memory.geometry import PageKind
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.memory.state_layout import StateLayout
+from rimuru_cli.engine.memory.views import ConvView, SSMView
+
+
+@dataclass(eq=False, slots=True)
+class StateBlock:
+    """One sequence's states.
+
+    Attributes:
+        ssm: pages of the recurrent states, in runs that fill a huge page each; the first `layers` of them are in use, layer after layer.
+        conv: runs of convolution rows, see `StateLayout`.
+        recurrent: views of the recurrent states, one a layer; convolution: views [m, C].
+    """
+
+    ssm: list[list[int]]
+    conv: list[list[int]]
+    recurrent: list[Tensor] = field(default_factory=list)
+    convolution: list[Tensor] = field(default_factory=list)
+
+    @property
+    def num_pages(self) -> tuple[int, int]:
+        """SSM pages and conv pages that this block owns."""
+        return sum(map(len, self.ssm)), sum(map(len, self.conv))
+
+
+class StateBlocks:
+    """Takes, copies, moves and frees blocks of states.
+
+    Args:
+        pool: where the pages lie.
+        layers: model layers with states, ascending.
+        ssm_view, conv_view: what their pages mean.
+        layout: how many pages of each.
+
+    Attributes:
+        places: model layer -> its place in a block.
+        live: all blocks that own pages.
+    """
+
+    def __init__(self, pool: PagePool, layers: Sequence[int], ssm_view: SSMView, conv_view: ConvView, layout: StateLayout) -> None:
+        assert len(layers) == layout.layers, "the layout is made for these layers"
+        self._pool = pool
+        self._ssm, self._conv = ssm_view, conv_view
+        self.layout = layout
+        self.places = {layer: place for place, layer in enumerate(layers)}
+        self.live: dict[StateBlock, None] = {}
+
+    def allocate(self) -> StateBlock:
+        """Take a block; its bytes are whatever was there.
+
+        Raises:
+            OutOfPages: there are too few pages; nothing was taken.
+        """
+        layout = self.layout
+        ssm = self._pool.allocate_runs(PageKind.SSM, layout.huge_pages, layout.per_huge)
+        try:
+            conv = self._pool.allocate_runs(PageKind.CONV, layout.runs, layout.run_length)
+        except BaseException:
+            self._pool.free([page for run in ssm for page in run])
+            raise
+        block = StateBlock(ssm, conv)
+        self._look(block)
+        self.live[block] = None
+        return block
+
+    def free(self, block: StateBlock) -> None:
+        """Give a block back."""
+        del self.live[block]
+        self._pool.free([page for run in (*block.ssm, *block.conv) for page in run])
+        block.ssm, block.conv, block.recurrent, block.convolution = [], [], [], []
+
+    def clear(self, block: StateBlock) -> None:
+        """The states of a text of no tokens."""
+        for state in (*block.recurrent, *block.convolution):
+            state.zero_()
+
+    def copy(self, source: StateBlock, target: StateBlock) -> None:
+        """Make `target` equal to `source`."""
+        pairs = zip((*source.recurrent, *source.convolution), (*target.recurrent, *target.convolution), strict=True)
+        for old, new in pairs:
+            new.copy_(old)
+
+    def vacate(self, huge_pages: Collection[int]) -> int:
+        """Move whatever lies in these huge pages (by number), which are withheld, elsewhere. Only between steps.
+
+        Returns:
+            Pages moved.
+
+        Raises:
+            OutOfPages: there are too few others; what had moved before stays moved.
+        """
+        moved = 0
+        for block in self.live:
+            for kind, runs in ((PageKind.SSM, block.ssm), (PageKind.CONV, block.conv)):
+                for index, run in enumerate(runs):
+                    if self._pool.allocator.huge_page_of(run[0]) in huge_pages:
+                        (target,) = self._pool.allocate_runs(kind, 1, len(run))
+                        self._pool.move(kind, run, target)
+                        runs[index] = target
+                        self._pool.free(run)
+                        moved += len(run)
+            self._look(block)
+        return moved
+
+    def _look(self, block: StateBlock) -> None:
+        layout = self.layout
+        pages = [page for run in block.ssm for page in run][: layout.layers]
+        block.recurrent = [self._ssm.state(page) for page in pages]
+        rows = (divmod(place, layout.run_layers) for place in range(layout.layers))
+        block.convolution = [self._conv.rows(layout.conv_pages(block.conv[run], layer)) for run, layer in rows]
