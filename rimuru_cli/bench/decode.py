@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rimuru_cli.bench.looking_on import watched
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import SamplingParams
@@ -50,7 +51,7 @@ def run_decode_bench(
                 if share == 1.0
                 else EngineConfig(context=context, device="cpu", resident_share=share)
             )
-            engines[name] = Engine.load(model_dir, config)
+            engines[name] = watched(Engine.load(model_dir, config))
             runners[name] = partial(_decode, engines[name], prompt, tokens)
         if versus == "transformers":
             for dtype in ("float32", "auto"):

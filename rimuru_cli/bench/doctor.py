@@ -8,6 +8,8 @@ from typing import Any
 from rimuru_cli.bench import machine
 from rimuru_cli.bench.link import run_link_bench
 from rimuru_cli.bench.pinned import CudaLocker, measure_pinned_budget
+from rimuru_cli.engine.config import DEFAULT_SHARE
+from rimuru_cli.engine.device.plan import DEVICE_SHARE, pinned_budget
 from rimuru_kernels.backend import select_backend
 
 Progress = Callable[[str, int, int], None]
@@ -29,7 +31,7 @@ def examine(*, quick: bool = False, progress: Progress | None = None) -> dict[st
     Returns:
         JSON-able, sizes in bytes, rates in GB/s: "system", "versions", "gpu" (None without one), "compute" (backend, device, reason),
         "memory", "link" (as `run_link_bench`), "pinned" (granted_bytes, asked_bytes, refused; None without a GPU), "disks", "problems"
-        (each with "what" happened and a "hint" what to do).
+        (each with "what" happened and a "hint" what to do), "therefore" (sentences: what rimuru will do with all this).
     """
     report = progress or (lambda stage, done, total: None)
     backend = select_backend()
@@ -50,8 +52,34 @@ def examine(*, quick: bool = False, progress: Progress | None = None) -> dict[st
                 facts["memory"]["ram_free_bytes"], CudaLocker(), lambda done, total: report("page-locked MiB", done >> 20, total >> 20)
             )
             facts["pinned"] = budget._asdict()
+    facts["therefore"] = _therefore(facts)
     facts["problems"] = [{"what": what, "hint": hint} for what, hint in _problems(facts)]
     return facts
+
+
+def _therefore(facts: Mapping[str, Any]) -> list[str]:
+    """What rimuru will do on such a machine, as its parts decide when a model is loaded."""
+    memory = facts["memory"]
+    if facts["compute"]["backend"] != "triton":
+        free = memory["ram_free_bytes"] / GIB
+        return [
+            "models run on the CPU; their experts stay mapped from the files, and the system's file cache keeps those that are used",
+            f"without --memory a model gets up to {DEFAULT_SHARE * free:.1f} GiB, 70 % of the memory that is free",
+        ]
+    gpu, pinned, best = facts["gpu"], facts["pinned"], (facts["link"] or {}).get("best", {})
+    lines = [
+        f"models run on the GPU; without --vram a model gets up to {DEVICE_SHARE * gpu['vram_free_bytes'] / GIB:.1f} GiB of its memory"
+    ]
+    locked = f"up to {pinned_budget(memory['ram_free_bytes']) / GIB:.1f} GiB of experts are page-locked in main memory"
+    if pinned is not None and pinned["refused"]:
+        locked = f"about {pinned['granted_bytes'] / GIB:.1f} GiB of experts are page-locked in main memory, since the driver locks no more"
+    rate = best.get("host_to_device")
+    lines.append(locked + ("" if rate is None else f" and come over the link at {rate:.0f} GB/s") + "; the rest is read from disk")
+    if gpu["virtual_memory"]:
+        lines.append("a ceiling that is lowered while a model runs gives memory back to the driver")
+    else:
+        lines.append("a ceiling that is lowered while a model runs gives nothing back: this driver has no virtual memory")
+    return lines
 
 
 def _problems(facts: Mapping[str, Any]) -> list[tuple[str, str]]:

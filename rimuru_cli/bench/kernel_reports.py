@@ -29,7 +29,13 @@ def _fetch() -> dict[str, Any]:
     return run_fetch_bench()
 
 
-OPS: dict[str, Callable[[], dict[str, Any]]] = {"moe": _moe, "attention": _attention, "fetch": _fetch}
+def _recurrent() -> dict[str, Any]:
+    from rimuru_cli.bench.kernels_recurrent import run_recurrent_bench
+
+    return run_recurrent_bench()
+
+
+OPS: dict[str, Callable[[], dict[str, Any]]] = {"moe": _moe, "attention": _attention, "fetch": _fetch, "recurrent": _recurrent}
 
 
 def run_kernel_reports(ops: Sequence[str] = (), progress: Progress | None = None) -> dict[str, Any]:

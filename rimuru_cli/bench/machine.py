@@ -16,6 +16,7 @@ import torch
 
 from rimuru_cli import __version__
 from rimuru_cli.bench.link import usable_processors
+from rimuru_cli.engine.memory.driver import Driver
 from rimuru_cli.hub import paths
 
 _NVIDIA_SMI_SECONDS = 10
@@ -39,10 +40,12 @@ def versions() -> dict[str, str | None]:
 
 
 def gpu_facts() -> dict[str, Any] | None:
-    """The CUDA device that torch sees first: name, compute capability, memory in bytes, driver; None without one."""
+    """The CUDA device that torch sees first: name, compute capability, memory in bytes, driver, and whether a pool's
+    memory can be given back (its virtual memory); None without one."""
     if not torch.cuda.is_available():
         return None
     free, total = torch.cuda.mem_get_info()
+    driver = Driver.load()
     return {
         "name": torch.cuda.get_device_name(),
         "count": torch.cuda.device_count(),
@@ -50,6 +53,7 @@ def gpu_facts() -> dict[str, Any] | None:
         "driver": driver_version(),
         "vram_bytes": int(total),
         "vram_free_bytes": int(free),
+        "virtual_memory": driver is not None and driver.supports_virtual_memory(torch.cuda.current_device()),
     }
 
 

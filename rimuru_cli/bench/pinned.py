@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
+
+from rimuru_cli.engine.device.locking import CudaLocker, Locker
+
+__all__ = ["CudaLocker", "Locker", "PinnedBudget", "measure_pinned_budget"]
 
 MIB = 1 << 20
 MOST_BYTES = 16 << 30
 FREE_SHARE = 0.8
 _FIRST_STEP = 256 * MIB
 _LAST_STEP = 64 * MIB
-# Portable and mapped, as the engine locks its experts.
-_FLAGS = 3
 
 
 class PinnedBudget(NamedTuple):
@@ -23,39 +24,6 @@ class PinnedBudget(NamedTuple):
     granted_bytes: int
     asked_bytes: int
     refused: bool
-
-
-class Locker(Protocol):
-    """Locks and unlocks memory by address; `lock` says whether it was granted."""
-
-    def lock(self, address: int, num_bytes: int) -> bool:
-        """Lock the pages."""
-        ...
-
-    def unlock(self, address: int) -> None:
-        """Unlock what was locked at this address."""
-        ...
-
-
-class CudaLocker:
-    """The CUDA driver's cudaHostRegister."""
-
-    def __init__(self) -> None:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        self._runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-
-    def lock(self, address: int, num_bytes: int) -> bool:
-        """Lock the pages."""
-        if int(self._runtime.cudaHostRegister(address, num_bytes, _FLAGS)) == 0:
-            return True
-        # The refusal stays behind as the thread's last error, and whoever starts the next kernel would be blamed for it.
-        with contextlib.suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-        return False
-
-    def unlock(self, address: int) -> None:
-        """Unlock what was locked at this address."""
-        self._runtime.cudaHostUnregister(address)
 
 
 def measure_pinned_budget(

@@ -13,6 +13,9 @@ from rimuru_models.config import ModelConfig
 from rimuru_models.layout import dense_shapes
 from rimuru_models.weights import ExpertTensors
 
+SMALL_SHAPE = "tiny"
+"""A shape that runs anywhere."""
+
 _BLOCK = 1 << 22
 
 _QWEN3_30B: dict[str, Any] = {
@@ -42,6 +45,29 @@ _QWEN3_30B: dict[str, Any] = {
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-30b-a3b": _QWEN3_30B,
+    "qwen1.5-moe-a2.7b": {
+        "architectures": ["Qwen2MoeForCausalLM"],
+        "model_type": "qwen2_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "use_sliding_window": False,
+    },
     # The same kinds of layers, small enough for a laptop's processor: for trying the bench itself.
     "tiny": {
         **_QWEN3_30B,

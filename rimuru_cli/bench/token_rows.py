@@ -38,6 +38,7 @@ def run_token_rows(
     trace: Path | None = None,
     prompts: Sequence[int] = (),
     tokens: int = 128,
+    sequences: Sequence[int] = (1,),
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Rows of the wanted tests of a shape with random weights; see `run_tokens_bench`.
@@ -51,10 +52,12 @@ def run_token_rows(
         trace: recorded routing for tg.
         prompts: sizes for pp in tokens; 512 and 4096, where the shape's context has room, when empty.
         tokens: to generate for tg.
+        sequences: how many sequences generate at once, a row each; t/s counts the tokens of all.
 
     Returns:
         JSON-able: "rows" with llama-bench's columns (model, size, params, backend, test, t/s) and vram_cap, vram_used, resident_share,
-        top_k, routing, hit_rate; "trace": its path.
+        top_k; for tg sequences, routing, hit_rate; for pp, where experts were streamed, stream_gb_s (bytes over the time from the first
+        copy to the last) and copy_engine_gb_s (undisturbed copies in the same process); "trace": its path.
 
     Raises:
         UsageError: an unknown test or shape, more tokens than the shape has positions, a recording that does not belong to the shape.
@@ -89,12 +92,16 @@ def run_token_rows(
         dtype=dtype,
         prompts=prompts,
         tokens=tokens,
+        sequences=sequences,
     )
     return {**report, "trace": None if trace is None else str(trace), "dtype": str(dtype).removeprefix("torch.")}
 
 
-def run_elastic_rows(shape: str, ceiling: MemorySize | None, *, progress: Progress | None = None) -> dict[str, Any]:
-    """One conversation that grows to the longest context; see `run_elastic_bench`. What may run where is as for `run_token_rows`.
+def run_elastic_rows(
+    shape: str, ceiling: MemorySize | None, lowered: MemorySize | None = None, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """A conversation that grows to the longest context, and a ceiling that moves; see `run_elastic_bench`. What may run where is as for
+    `run_token_rows`.
 
     Raises:
         UsageError: an unknown shape.
@@ -110,7 +117,8 @@ def run_elastic_rows(shape: str, ceiling: MemorySize | None, *, progress: Progre
     device_bytes = torch.cuda.mem_get_info()[1] if on_gpu else memory_facts()["ram_bytes"]
     device = torch.device("cuda" if on_gpu else "cpu")
     most = None if ceiling is None else ceiling.of(device_bytes)
-    return run_elastic_bench(shape, ceiling=most, device=device, dtype=dtype, progress=progress)
+    wish = None if lowered is None else lowered.of(device_bytes)
+    return run_elastic_bench(shape, ceiling=most, device=device, dtype=dtype, lowered=wish, progress=progress)
 
 
 def _check_trace(trace: Path, config: ModelConfig, shape: str, tests: Sequence[str]) -> None:

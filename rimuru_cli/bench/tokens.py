@@ -20,12 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rimuru_cli.bench.looking_on import watched
 from rimuru_cli.bench.synthetic import SyntheticReader
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.device.experts import DeviceExperts
 from rimuru_cli.engine.device.loading import build_device_parts
 from rimuru_cli.engine.device.pinned_host import PinnedHost
 from rimuru_cli.engine.device.plan import plan_device_memory
+from rimuru_cli.engine.device.replay import ReplayedRouting
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.parts import Parts
@@ -91,6 +93,7 @@ class SyntheticModel:
             self.model = load_model(self.reader, dtype, device=device)  # type: ignore[arg-type]
         self.host = PinnedHost(self.reader, device, lambda done, total: progress("host tier", done, total))
         self.host.shared = True
+        self.loaded = _used_bytes(device)
 
     def engine(
         self, vram: int | None, *, top_k: int | None = None, graphs: bool = True, max_batch_tokens: int = 4096
@@ -100,19 +103,27 @@ class SyntheticModel:
         self.model.config = reader.config
         for layer in self.model.layers:
             layer.mlp.top_k = reader.config.top_k  # type: ignore[union-attr]
-        config = EngineConfig(memory_bytes=vram, max_batch_tokens=max_batch_tokens, adjuster=EngineConfig().adjuster)
+        config = EngineConfig(memory_bytes=vram, max_batch_tokens=max_batch_tokens, device_batch_tokens=max_batch_tokens)
+        return self._make(reader, config, graphs=graphs)
+
+    def engine_with(self, config: EngineConfig) -> tuple[Engine, Parts]:
+        """An engine with these settings."""
+        return self._make(SyntheticReader(self.shape, dtype=self.dtype), config, graphs=True)
+
+    def _make(self, reader: SyntheticReader, config: EngineConfig, *, graphs: bool) -> tuple[Engine, Parts]:
+        max_batch_tokens = config.device_batch_tokens
         free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else 1 << 33
         dense = self.model.dense_bytes
-        plan = plan_device_memory(
-            reader.config, self.dtype, config, program=self.before, free=free + dense, max_batch_tokens=max_batch_tokens
-        )
+        # What engines before this one left with the driver counts, too.
+        program = self.before + max(0, _used_bytes(self.device) - self.loaded)
+        plan = plan_device_memory(reader.config, self.dtype, config, program=program, free=free + dense, max_batch_tokens=max_batch_tokens)
         config = replace(config, max_batch_tokens=plan.max_batch_tokens)
         ranking = ExpertRanking(self.host.num_layers, self.host.num_experts, config.decay)
         with torch.inference_mode():
             parts = build_device_parts(
                 reader, self.host, self.model, ranking, config, plan, self.device, self.progress, name=self.shape, graphs=graphs
             )
-        return Engine(parts, config), parts
+        return watched(Engine(parts, config)), parts
 
 
 def reclaim() -> None:
@@ -123,46 +134,69 @@ def reclaim() -> None:
         torch.cuda.empty_cache()
 
 
-def measure_prompt(engine: Engine, tokens: int, repeats: int = 3) -> float:
-    """Prompt tokens per second, best of `repeats`, every time from an empty cache."""
-    best = 0.0
-    vocab = engine.vocab_size
+@dataclass(frozen=True)
+class PromptSpeed:
+    """How fast a prompt was.
+
+    Attributes:
+        stream_rate: bytes per second of its copies, waits included; None: nothing was streamed.
+        copy_engine: bytes per second of a few copies that nothing else delays, measured while loading.
+    """
+
+    tokens_per_second: float
+    stream_rate: float | None
+    copy_engine: float
+
+
+def measure_prompt(engine: Engine, parts: Parts, tokens: int, repeats: int = 3) -> PromptSpeed:
+    """The best of `repeats` prompts, every time from an empty cache."""
+    best, rate = 0.0, None
+    vocab, experts = engine.vocab_size, parts.experts
+    assert isinstance(experts, DeviceExperts), "prompts are streamed on a device"
+    experts.timed = True
     for repeat in range(repeats + 1):
         prompt = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(repeat)).tolist()
         request = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         while request.finish_reason is None:
             engine.step()
-        if repeat:  # the first compiles kernels
-            best = max(best, tokens / request.timings.prompt_seconds)
-    return best
+        speed = tokens / request.timings.prompt_seconds
+        if repeat and speed > best:  # the first compiles kernels
+            best, rate = speed, experts.stream_rate
+    experts.timed = False
+    return PromptSpeed(best, rate, experts.rates.copy)
 
 
-def measure_generation(engine: Engine, parts: Parts, routing: Routing, tokens: int) -> dict[str, float]:
-    """Generated tokens per second of one sequence while the routers' choice is replaced by `routing`."""
+def measure_generation(engine: Engine, parts: Parts, routing: Routing, tokens: int, sequences: int = 1) -> dict[str, float]:
+    """Generated tokens per second of all sequences together while the routers' choice is replaced by `routing`.
+
+    Several sequences replay the same recording, each from a place of its own: a step takes as many rows of it as there are sequences.
+    """
     device = parts.device
     assert isinstance(parts.experts, DeviceExperts), "the recording replaces what a device's routers choose"
-    tokens = min(tokens, len(routing.experts) - routing.prompt_steps)
-    layers, top_k = routing.experts.shape[1:]
-    experts, weights = routing.experts.unsqueeze(2).contiguous(), routing.weights.unsqueeze(2).contiguous()
-    if device.type == "cuda":
-        experts, weights = experts.pin_memory(), weights.pin_memory()
-    ids = torch.zeros(layers, 1, top_k, dtype=torch.int64, device=device)
-    shares = torch.ones(layers, 1, top_k, dtype=torch.float32, device=device)
-    parts.experts.override = (ids, shares)
-    request = engine.submit([1], SamplingParams(temperature=0.0, max_tokens=len(experts) + 1, ignore_eos=True))
+    steps = len(routing.experts)
+    tokens = min(tokens, steps - routing.prompt_steps)
+    rows = (torch.arange(steps).unsqueeze(1) + torch.arange(sequences) * (steps // sequences)) % steps
+    # [steps, layers, sequences, top_k]
+    experts, weights = (t[rows].transpose(1, 2).contiguous() for t in (routing.experts, routing.weights))
+    parts.experts.override = ReplayedRouting(experts, weights, device)
+    params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
+    requests = [engine.submit([1], params) for _ in range(sequences)]
     started, hits, uses = 0.0, 0, 0
     for step in range(routing.prompt_steps + tokens):
         if step == routing.prompt_steps:
             hits, uses = parts.experts.hits, parts.experts.uses
             started = time.perf_counter()
-        ids.copy_(experts[step], non_blocking=True)
-        shares.copy_(weights[step], non_blocking=True)
         engine.step()
     seconds = time.perf_counter() - started
-    engine.cancel(request)
+    for request in requests:
+        engine.cancel(request)
     parts.experts.override = None
     uses = parts.experts.uses - uses
-    return {"tokens_per_second": tokens / seconds, "hit_rate": (parts.experts.hits - hits) / max(1, uses), "tokens": tokens}
+    return {
+        "tokens_per_second": sequences * tokens / seconds,
+        "hit_rate": (parts.experts.hits - hits) / max(1, uses),
+        "tokens": tokens,
+    }
 
 
 def run_tokens_bench(
@@ -177,6 +211,7 @@ def run_tokens_bench(
     dtype: torch.dtype = torch.bfloat16,
     prompts: Sequence[int] = (512, 4096),
     tokens: int = 128,
+    sequences: Sequence[int] = (1,),
 ) -> dict[str, Any]:
     """Rows of pp and tg tests of a shape with random weights under each ceiling.
 
@@ -184,6 +219,7 @@ def run_tokens_bench(
         tests: "pp" and/or "tg".
         vram: ceilings in bytes; None: no cap.
         trace: recorded routing for tg.
+        sequences: how many sequences generate at once, a tg row each.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     synthetic = SyntheticModel(shape, device, progress or (lambda stage, done, total: None), dtype=dtype)
@@ -199,7 +235,7 @@ def run_tokens_bench(
                 lengths = prompts if "pp" in tests and label == "uniform" else ()
                 generate = tokens if "tg" in tests else 0
                 if lengths or generate:
-                    rows += _measure(synthetic, ceiling, label, routing, lengths, generate, graphs=graphs)
+                    rows += _measure(synthetic, ceiling, label, routing, lengths, generate, sequences, graphs=graphs)
                     reclaim()
     finally:
         synthetic.host.shared = False
@@ -210,7 +246,15 @@ def run_tokens_bench(
 
 
 def _measure(
-    synthetic: SyntheticModel, ceiling: int | None, label: str, routing: Routing, prompts: Sequence[int], tokens: int, *, graphs: bool
+    synthetic: SyntheticModel,
+    ceiling: int | None,
+    label: str,
+    routing: Routing,
+    prompts: Sequence[int],
+    tokens: int,
+    sequences: Sequence[int],
+    *,
+    graphs: bool,
 ) -> list[dict[str, Any]]:
     """Rows of one engine. A ceiling under which the shape does not fit gives one row that says so."""
     try:
@@ -230,13 +274,16 @@ def _measure(
     rows = []
     with engine:
         for count in prompts:
-            speed = measure_prompt(engine, count)
-            rows.append({**base, "test": f"pp{count}", "t/s": round(speed, 2), "vram_used": _used_bytes(device)})
-        if tokens:
-            result = measure_generation(engine, parts, routing, tokens)
+            prompt = measure_prompt(engine, parts, count)
+            speed = {"t/s": round(prompt.tokens_per_second, 2)}
+            if prompt.stream_rate is not None:
+                speed |= {"stream_gb_s": round(prompt.stream_rate / 1e9, 2), "copy_engine_gb_s": round(prompt.copy_engine / 1e9, 2)}
+            rows.append({**base, "test": f"pp{count}", **speed, "vram_used": _used_bytes(device)})
+        for number in sequences if tokens else ():
+            result = measure_generation(engine, parts, routing, tokens, number)
             measured = {"t/s": round(result["tokens_per_second"], 2), "hit_rate": round(result["hit_rate"], 4)}
             test = f"tg{int(result['tokens'])}"
-            rows.append({**base, "test": test, "routing": label, **measured, "vram_used": _used_bytes(device)})
+            rows.append({**base, "test": test, "sequences": number, "routing": label, **measured, "vram_used": _used_bytes(device)})
     return rows
 
 

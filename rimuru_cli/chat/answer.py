@@ -26,6 +26,14 @@ class TokenOutput(Protocol):
         ...
 
 
+class MemoryAnswer(Protocol):
+    """What another memory ceiling changed."""
+
+    def summary(self) -> str:
+        """What happened, in one sentence."""
+        ...
+
+
 class EngineLike(Protocol):
     """What talking needs of an engine; `rimuru_cli.engine.engine.Engine` is one."""
 
@@ -53,6 +61,15 @@ class EngineLike(Protocol):
 
     def snapshot(self) -> Snapshot:
         """The pool's composition now."""
+        ...
+
+    def set_memory(self, ceiling_bytes: int) -> MemoryAnswer:
+        """Change the memory ceiling. Raises DoesNotFitError or UsageError."""
+        ...
+
+    @property
+    def least_memory(self) -> int:
+        """The smallest ceiling that would be accepted now, in bytes."""
         ...
 
     def close(self) -> None:

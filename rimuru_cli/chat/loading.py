@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from rimuru_cli.chat.speech import ModelSpeech
     from rimuru_cli.engine.config import EngineConfig
     from rimuru_cli.engine.engine import Engine
+    from rimuru_cli.engine.telemetry.frame import Role
     from rimuru_cli.hub.resolve import ResolvedModel
 
 # The demonstration model fits everywhere; half of its experts are kept out on purpose, so that there is something to see.
@@ -33,11 +35,13 @@ class LoadedModel:
 
     Attributes:
         notices: what the person should know beyond engine.info.notices.
+        publish: lets dashboards look on and says why not if they cannot; None: they are not wanted.
     """
 
     engine: EngineLike
     speech: Speech
     notices: tuple[str, ...] = ()
+    publish: Callable[[Role], str | None] | None = None
 
 
 class Loader(Protocol):
@@ -55,7 +59,15 @@ def load_model(name: str | None, settings: Settings, out: Output, *, chat: bool)
         RimuruError: of whatever kind fits; see hub.resolve and Engine.load.
     """
     resolved, engine, speech = open_parts(name, settings, out, chat=chat)
-    return LoadedModel(engine, speech, speech.notices + (demo_notices() if resolved.embedded else ()))
+    publish = None if settings["dashboard"] is False else partial(_publish, engine)
+    return LoadedModel(engine, speech, speech.notices + (demo_notices() if resolved.embedded else ()), publish)
+
+
+def _publish(engine: Engine, role: Role) -> str | None:
+    from rimuru_cli.engine.telemetry.publish import try_to_publish
+    from rimuru_cli.hub.paths import runtime_dir
+
+    return try_to_publish(engine, runtime_dir(), role)
 
 
 def open_parts(name: str | None, settings: Settings, out: Output, *, chat: bool) -> tuple[ResolvedModel, Engine, ModelSpeech]:
@@ -66,11 +78,13 @@ def open_parts(name: str | None, settings: Settings, out: Output, *, chat: bool)
             from rimuru_cli.chat.speech import ModelSpeech
             from rimuru_cli.engine.engine import Engine
             from rimuru_cli.hub.resolve import resolve_model
+            from rimuru_cli.hub.usage import record_use
         resolved = resolve_model(name, progress=progress)
         speech = ModelSpeech(resolved.path, resolved.name)
         if chat:
             _ = speech.template  # a broken template must show before the weights are read
         engine = Engine.load(resolved.path, engine_config(resolved, settings, out), progress)
+    record_use(resolved.path)
     engine.info = replace(engine.info, model=resolved.name)
     engine.eos_ids |= speech.tokenizer.eos_ids
     return resolved, engine, speech
@@ -94,10 +108,10 @@ def engine_config(resolved: ResolvedModel, settings: Settings, out: Output) -> E
 def profile_file(model_dir: Path) -> Path:
     """Where the hotset profile of a model is kept."""
     from rimuru_cli.engine.experts.hotset import profile_path
-    from rimuru_cli.hub.paths import data_dir
+    from rimuru_cli.hub.paths import profiles_dir
     from rimuru_models.index import model_identity
 
-    return profile_path(data_dir() / "profiles", model_identity(model_dir))
+    return profile_path(profiles_dir(), model_identity(model_dir))
 
 
 def _profile(model_dir: Path, wish: str | None, out: Output) -> Path | None:
@@ -130,7 +144,7 @@ def demo_notices() -> tuple[str, ...]:
     from rimuru_cli.hub.embedded import EMBEDDED_NAME, EMBEDDED_NOTICE, SUGGESTED_MODELS
 
     models = ", ".join(f"{model.name} ({model.size_gb} GB)" for model in SUGGESTED_MODELS)
-    return (f"{EMBEDDED_NAME} is {EMBEDDED_NOTICE}.", f"Real models to get next: {models}")
+    return (f"{EMBEDDED_NAME} is {EMBEDDED_NOTICE}.", f"Real models to get next, with rimuru pull: {models}")
 
 
 def read_system_prompt(settings: Settings, file: Path | None) -> str | None:
@@ -177,6 +191,7 @@ def opened_session(
     stop: tuple[str, ...] = (),
     banner: bool = True,
     chat: bool = True,
+    role: Role = "chat",
 ) -> Iterator[ChatSession]:
     """Load a model, say what was loaded (stderr), give a session, and free everything at the end."""
     for warning in settings.warnings:
@@ -186,12 +201,14 @@ def opened_session(
         if banner:
             for line in show.banner(loaded.engine.info, loaded.engine.snapshot()):
                 out.note(line, "cyan")
-        notices = (*loaded.engine.info.notices, *loaded.notices)
+        unseen = None if loaded.publish is None else loaded.publish(role)
+        notices = (*loaded.engine.info.notices, *loaded.notices, *([] if unseen is None else [unseen]))
         if not out.json:
             for notice in notices:
                 out.note(f"note: {notice}", "yellow")
         session = ChatSession(loaded.engine, loaded.speech, Conversation(system), settings.sampling())
         session.think, session.stop, session.notices = settings["think"], stop, notices
+        session.engine_notices = loaded.engine.info.notices
         if chat and settings["think"] is not None and not loaded.speech.can_think:
             out.warn("this model has no reasoning to switch on or off, so --think and --no-think do nothing")
         yield session

@@ -62,7 +62,7 @@ class ChatSession:
         overrides: sampling settings that somebody set; all others are the model's own.
         think: whether a model that can reason does so; None leaves it to the model.
         stop: strings that end an answer.
-        notices: what the person should know about this model and how it runs.
+        notices: what the person should know about this model and how it runs; engine_notices: those of them that come from the engine.
         last_prompt: the text the model was last given, template and all.
         last_answer: the newest answer.
     """
@@ -74,6 +74,7 @@ class ChatSession:
     think: bool | None = None
     stop: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    engine_notices: tuple[str, ...] = ()
     last_prompt: str | None = None
     last_answer: Answer | None = None
 
@@ -164,6 +165,14 @@ class ChatSession:
         changed = {**self.overrides, name: checked(BY_NAME[name], value, name)}
         self.speech.sampling(changed)  # a combination that is refused must not stay
         self.overrides = changed
+
+    def renew_notices(self) -> tuple[str, ...]:
+        """Take over what the engine has to say after a change; returns the notices that are new."""
+        now = self.engine.info.notices
+        new = tuple(notice for notice in now if notice not in self.notices)
+        others = tuple(notice for notice in self.notices if notice not in self.engine_notices)
+        self.notices, self.engine_notices = now + others, now
+        return new
 
     def save(self, file: Path, *, overwrite: bool) -> None:
         """Write conversation and settings to a file."""

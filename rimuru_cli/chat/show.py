@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rimuru_cli.engine.stats import CEILING_LOWERED
 from rimuru_cli.output import bar, format_bytes, format_share
 
 if TYPE_CHECKING:
@@ -76,9 +77,26 @@ def pool_lines(snapshot: Snapshot, width: int = 48) -> list[str]:
     lines.append(
         f"  expert hit rate so far {format_share(snapshot.hit_rate)}, read from the checkpoint {format_bytes(snapshot.expert_bytes_read)}"
     )
-    if snapshot.events:
-        shrunk, expanded = sum(event.shrunk for event in snapshot.events), sum(event.expanded for event in snapshot.events)
+    events = [event for event in snapshot.events if event.reason != CEILING_LOWERED]
+    if events:
+        shrunk, expanded = sum(event.shrunk for event in events), sum(event.expanded for event in events)
         lines.append(f"  lately the adjuster retired {shrunk} experts for the conversation and took {expanded} in")
+    return lines
+
+
+def memory_lines(info: EngineInfo, snapshot: Snapshot, least_bytes: int) -> list[str]:
+    """The memory ceiling, how it is divided, and how far it could be lowered now."""
+    rest = info.memory_bytes - info.dense_bytes - info.workspace_bytes - info.pool_bytes
+    lines = [
+        f"memory ceiling {format_bytes(info.memory_bytes)}; at least {format_bytes(least_bytes)} would do now",
+        f"  pool {format_bytes(info.pool_bytes)}, dense weights {format_bytes(info.dense_bytes)}, "
+        f"workspace {format_bytes(info.workspace_bytes)}, program and unused {format_bytes(max(0, rest))}",
+    ]
+    if snapshot.withheld_bytes:
+        lines.append(f"  {format_bytes(snapshot.withheld_bytes)} are out of use, but not given back")
+    if info.pinned_bytes:
+        locked = f"  {format_bytes(info.pinned_bytes)} of experts in page-locked main memory"
+        lines.append(locked + (f", {format_bytes(info.mapped_bytes)} on disk" if info.mapped_bytes else ""))
     return lines
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from rimuru_cli.chat import show
 from rimuru_cli.chat.session import SAMPLING_NAMES, ChatSession
 from rimuru_cli.output import Output
-from rimuru_cli.settings import parse_switch
+from rimuru_cli.settings import MemorySize, parse_size, parse_switch
 from rimuru_models.errors import UsageError
 
 # What the line editor has to do after a command.
@@ -162,6 +162,21 @@ def _pool(session: ChatSession, out: Output, argument: str) -> After:
     return "stay"
 
 
+def _memory(session: ChatSession, out: Output, argument: str) -> After:
+    if argument:
+        size = parse_size(argument)
+        if size.share is not None:
+            from rimuru_cli.engine.config import device_memory_bytes
+
+            size = MemorySize(size.of(device_memory_bytes()))
+        out.note(session.engine.set_memory(size.of(0)).summary(), "dim")
+        for notice in session.renew_notices():
+            out.note(f"note: {notice}", "yellow")
+    for line in show.memory_lines(session.engine.info, session.engine.snapshot(), session.engine.least_memory):
+        out.note(line)
+    return "stay"
+
+
 def _context(session: ChatSession, out: Output, argument: str) -> After:
     out.note(show.context_line(session.used_tokens(), session.engine.info))
     return "stay"
@@ -195,6 +210,7 @@ _TABLE = (
     SlashCommand("/load", "/load FILE", "go on with a saved conversation", _load),
     SlashCommand("/think", "/think [on|off|default]", "whether the model reasons before it answers", _think, ("on", "off", "default")),
     SlashCommand("/pool", "/pool", "how the page pool is divided now", _pool),
+    SlashCommand("/memory", "/memory [SIZE]", "show the memory ceiling, or change it: /memory 12GiB", _memory),
     SlashCommand("/ctx", "/ctx", "how full the context is", _context),
 )
 COMMANDS: dict[str, SlashCommand] = {command.name: command for command in _TABLE}

@@ -46,6 +46,6 @@ def answer_once(
     """Answer one prompt with the model that the settings name; return the exit code. Raises as `talk`."""
     system = loading.read_system_prompt(settings, system_file)
     with loading.opened_session(
-        loading.load_model, settings["model"], settings, out, system=system, stop=stop, banner=False, chat=not single.raw
+        loading.load_model, settings["model"], settings, out, system=system, stop=stop, banner=False, chat=not single.raw, role="run"
     ) as session:
         return single(session, prompt, out)

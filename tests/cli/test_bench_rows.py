@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_checkpoints import write_tiny_checkpoint
 
 from rimuru_cli.bench import gpu_only, kernel_reports, token_rows
 from rimuru_cli.main import main
 from rimuru_kernels.backend import Backend
+from rimuru_models.weights import CheckpointReader
 
 Cli = Callable[..., tuple[int, str, str]]
 TINY = ("--model-shape", "tiny", "--random-weights")
@@ -57,6 +59,14 @@ def test_rows_of_the_tiny_shape(cli: Cli, tmp_path: Path) -> None:
     assert len(generated) == 2 and sorted(row["top_k"] for row in generated) == [2, 8]
     assert all(0 <= row["hit_rate"] <= 1 for row in generated)
     assert (report["trace"], report["dtype"]) == (str(trace), "float32")
+
+
+def test_several_sequences_are_rows_of_their_own(cli: Cli) -> None:
+    code, out, _ = cli("tg", *TINY, "--vram", "600MiB", "-n", "3", "--sequences", "1", "--sequences", "3", "--json")
+    assert code == 0
+    rows = json.loads(out)["rows"]
+    assert [(row["test"], row["sequences"], row["routing"]) for row in rows] == [("tg3", 1, "uniform"), ("tg3", 3, "uniform")]
+    assert all(row["t/s"] > 0 for row in rows)
 
 
 def test_the_table_for_people(cli: Cli) -> None:
@@ -109,7 +119,8 @@ def test_ceilings_and_sizes_may_be_repeated(cli: Cli, monkeypatch: pytest.Monkey
         (("pp", "tg", "--random-weights", "--vram", "24GiB"), 6, "no CUDA device found"),
         (("kernels",), 6, "no CUDA device found"),
         (("kernels", "--op", "moe", "--op", "fetch"), 6, "no CUDA device found"),
-        (("kernels", "--op", "dequant"), 2, "moe, attention, fetch"),
+        (("kernels", "--op", "dequant"), 2, "moe, attention, fetch, recurrent"),
+        (("kernels", "--op", "recurrent"), 6, "no CUDA device found"),
     ],
 )
 def test_refusals(cli: Cli, words: tuple[str, ...], code: int, said: str) -> None:
@@ -166,15 +177,17 @@ def test_kernel_reports_in_order(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_kernel_benchmark_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rimuru_cli.bench import kernels, kernels_attention, kernels_fetch
+    from rimuru_cli.bench import kernels, kernels_attention, kernels_fetch, kernels_recurrent
 
     monkeypatch.setattr(kernels, "run_kernel_bench", lambda op: {"op": op})
     monkeypatch.setattr(kernels_attention, "run_attention_bench", lambda: {"op": "attention"})
     monkeypatch.setattr(kernels_fetch, "run_fetch_bench", lambda: {"op": "fetch"})
+    monkeypatch.setattr(kernels_recurrent, "run_recurrent_bench", lambda: {"op": "recurrent"})
     assert {name: run()["op"] for name, run in kernel_reports.OPS.items()} == {
         "moe": "fused_moe",
         "attention": "attention",
         "fetch": "fetch",
+        "recurrent": "recurrent",
     }
 
 
@@ -186,6 +199,42 @@ def test_one_conversation_grows_to_the_longest_context(cli: Cli) -> None:
     assert contexts == sorted(contexts) and len(contexts) == 5 and contexts[-1] > 0.9 * report["context_limit"]
     assert all(after["reused"] > 0.4 * after["context"] for after in report["rows"][1:]), "every turn reuses the turns before it"
     assert report["rows"][-1]["bytes_by_kind"]["kv"] > report["rows"][0]["bytes_by_kind"]["kv"] * 8
+    last = report["rows"][-1]
+    assert last["handed_over_bytes"] > 0 and last["waited_ms"] > 0 and last["resident_experts"] < report["rows"][0]["resident_experts"]
+    moved = report["ceiling"]
+    assert moved["same_text"] and moved["first_difference"] is None and moved["tokens"] == 96
+    lowered, raised = moved["lowered"], moved["raised"]
+    assert lowered["pool_bytes"] < lowered["pool_before"] == raised["pool_bytes"] and lowered["retired_experts"] > 0
+    assert lowered["returned_bytes"] == raised["taken_bytes"] == lowered["pool_before"] - lowered["pool_bytes"]
+    assert [row["part"] for row in moved["parts"]][2:] == ["before the ceiling moved", "after it was lowered", "after it was raised"]
+
+
+def test_answers_that_differ_are_a_failure(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = {
+        "bench": "elastic",
+        "context_limit": 100,
+        "rows": [],
+        "ceiling": {"same_text": False, "first_difference": 3, "tokens": 9, "parts": []},
+    }
+    monkeypatch.setattr(token_rows, "run_elastic_rows", lambda *args, **kwargs: report)
+    code, _, err = cli("elastic", "--model-shape", "tiny")
+    assert code == 4 and "DIFFER from token 3" in err and "differs from the undisturbed one" in err
+
+
+def test_loading_is_compared_with_plain_reading(cli: Cli, tmp_path: Path) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "m", "qwen3_moe")
+    code, out, err = cli("load", str(folder), "--json")
+    assert code == 0, err
+    report = json.loads(out)
+    with CheckpointReader(folder) as reader:
+        experts = 4 * 8 * sum(part.numel() * part.element_size() for part in reader.expert(0, 0))
+    assert [(row["what"], row["bytes"]) for row in report["rows"]] == [("plain read", experts), ("load experts", experts)]
+    assert report["share"] > 0 and report["device"] is None
+    code, out, err = cli("load", str(folder), "--most", "100KiB", "--cold", "--json")
+    assert code == 0 and json.loads(out)["rows"][0]["bytes"] == 100 << 10 and json.loads(out)["rows"][1]["bytes"] <= 100 << 10
+    assert cli("load", str(folder), "--most", "50%")[0] == 2
+    code, out, err = cli("load", str(folder))
+    assert code == 0 and "of plain reading" in err and "load experts" in out
 
 
 def test_growing_an_unknown_shape(cli: Cli) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from fake_engine import FakeEngine, FakeSpeech
+from fake_engine import FakeChange, FakeEngine, FakeSpeech
 
 from rimuru_cli.chat import slash
 from rimuru_cli.chat.interrupt import InterruptFlag
@@ -197,7 +197,7 @@ def test_leaving(word: str, talk: Talk) -> None:
 
 def test_help_lists_every_command(talk: Talk) -> None:
     err = talk("/help")[2]
-    for name in ("/help", "/exit", "/clear", "/regen", "/system", "/set", "/show", "/save", "/load", "/think", "/pool", "/ctx"):
+    for name in ("/help", "/exit", "/clear", "/regen", "/system", "/set", "/show", "/save", "/load", "/think", "/pool", "/memory", "/ctx"):
         assert f"  {name}" in err
 
 
@@ -233,6 +233,27 @@ def test_pool_and_ctx(talk: Talk) -> None:
     assert len(letters) == 48 and [letters.count(c) for c in "EBK."] == [29, 5, 4, 10]
     assert "16 of 32 experts" in err and "50 B of it kept for reuse" in err
     assert "33 of 100 tokens (33 %)" in err and "8,192" in err
+
+
+def test_memory_shows_the_ceiling_and_changes_it(talk: Talk) -> None:
+    engine = FakeEngine()
+    err = talk("/memory", engine=engine)[2]
+    assert "memory ceiling 1.0 GiB; at least 512.0 MiB would do now" in err and "dense weights 1.0 MiB" in err
+    err = talk("/memory 3GiB", engine=engine)[2]
+    assert engine.memory_bytes == 3 << 30 and "The memory ceiling is 3,072 MiB now." in err and "memory ceiling 3.0 GiB" in err
+    code, _, err, _ = talk("/memory 100MiB", "/memory many", "/memory 0", engine=engine)
+    assert code == 0 and engine.memory_bytes == 3 << 30
+    assert "at least 512 MiB" in err and "Give at least 512MiB" in err and "many" in err
+
+
+def test_what_a_new_ceiling_has_to_say_is_said_once(talk: Talk) -> None:
+    class Talking(FakeEngine):
+        def set_memory(self, ceiling_bytes: int) -> FakeChange:
+            self.notices = ("The memory ceiling allows 100 tokens.",) if ceiling_bytes < 1 << 30 else ()
+            return super().set_memory(ceiling_bytes)
+
+    *_, err, session = talk("/memory 600MiB", "/memory 700MiB", "/memory 2GiB", engine=Talking())
+    assert err.count("allows 100 tokens") == 1 and session.notices == ()
 
 
 def test_think_switches_only_models_that_reason(talk: Talk) -> None:

@@ -21,6 +21,7 @@ GPU = {
     "driver": "580.65.06",
     "vram_bytes": 32 * GIB,
     "vram_free_bytes": 31 * GIB,
+    "virtual_memory": True,
 }
 VERSIONS = {"rimuru": "0.1.0", "python": "3.12.1", "torch": "2.13.0", "torch_cuda": "13.0", "triton": "3.9.0"}
 BEST = {"host_to_device": 54.0, "device_to_host": 53.0, "host_to_device_pageable": 6.5, "copy_on_device": 1500.0, "host_read": 74.0}
@@ -83,6 +84,9 @@ def test_a_healthy_machine(here: Machine, capsys: pytest.CaptureFixture[str]) ->
         ("link", "54.0 GB/s to the GPU, 53.0 GB/s back", "6.5 GB/s"),
         ("RAM rate", "74.0 GB/s"),
         ("page-locked", "16.0 GiB of 16.0 GiB", "ulimit -l 8.0 MiB"),
+        ("therefore", "models run on the GPU", "up to 28.5 GiB of its memory"),
+        ("therefore", "up to 51.0 GiB of experts are page-locked", "at 54 GB/s", "the rest is read from disk"),
+        ("therefore", "gives memory back to the driver"),
         ("disk", "500.0 GiB free", "Hugging Face cache"),
         ("disk", "500.0 GiB free", "rimuru's data"),
     ):
@@ -193,3 +197,17 @@ def test_the_facts_of_this_machine_are_true(capsys: pytest.CaptureFixture[str]) 
     assert facts["system"]["processors"] >= 1
     assert 0 < facts["memory"]["ram_free_bytes"] <= facts["memory"]["ram_bytes"]
     assert (facts["gpu"] is None) <= (facts["compute"]["backend"] == "torch")
+
+
+def test_what_follows_is_said_for_every_kind_of_machine(here: Machine) -> None:
+    here.budget = PinnedBudget(4 * GIB, 16 * GIB, True)
+    assert here.gpu is not None
+    here.gpu["virtual_memory"] = False
+    said = doctor.examine()["therefore"]
+    assert any("about 4.0 GiB of experts" in line and "the driver locks no more" in line for line in said)
+    assert any("gives nothing back" in line for line in said)
+    quick = doctor.examine(quick=True)["therefore"]
+    assert any("up to 51.0 GiB of experts" in line and "GB/s" not in line for line in quick)
+    here.without_gpu()
+    said = doctor.examine()["therefore"]
+    assert any("run on the CPU" in line for line in said) and any("up to 42.0 GiB" in line for line in said)

@@ -1,0 +1,170 @@
+"""One list of requests under several memory policies, simulated or for real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from rimuru_cli.bench.gpu_only import require_gpu
+from rimuru_cli.bench.machine import memory_facts
+from rimuru_cli.bench.synthetic import SHAPES, SMALL_SHAPE
+from rimuru_cli.bench.tokens import SyntheticModel, reclaim
+from rimuru_cli.bench.workload.cost import H200
+from rimuru_cli.bench.workload.driver import RealClock, Run, SimulatedClock, run_workload
+from rimuru_cli.bench.workload.metrics import curves, summarise
+from rimuru_cli.bench.workload.policies import Policy
+from rimuru_cli.bench.workload.requests import RequestSpec
+from rimuru_cli.bench.workload.simulated import simulated_engine
+from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.fit.machine import Gpu
+from rimuru_kernels.backend import select_backend
+from rimuru_models.config import ModelConfig
+from rimuru_models.errors import DoesNotFitError, UsageError
+
+Progress = Callable[[str, int, int], None]
+SEQUENCES = 300
+"""Most requests that run at once, where memory allows it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is served, where.
+
+    Attributes:
+        shape: a key of `synthetic.SHAPES`; the weights are made up.
+        ceiling: of device memory in bytes; None: no cap (simulated: the whole card).
+        simulate: whether steps only take the time that they would.
+        gpu: the card of a simulation.
+        sequences: most requests at once.
+        seed: of prompts and of the simulated routing.
+    """
+
+    shape: str
+    ceiling: int | None
+    simulate: bool
+    gpu: Gpu = field(default=H200)
+    sequences: int = SEQUENCES
+    seed: int = 0
+
+    @property
+    def model(self) -> ModelConfig:
+        """The shape's configuration.
+
+        Raises:
+            UsageError: there is no such shape.
+        """
+        if self.shape not in SHAPES:
+            raise UsageError(f"There is no shape {self.shape!r}.", hint=f"--model-shape is one of {', '.join(SHAPES)}.")
+        return ModelConfig.from_dict(SHAPES[self.shape], where=self.shape)
+
+
+def run_policies(
+    specs: Sequence[RequestSpec], policies: Sequence[Policy], setting: Setting, *, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Serve the same requests under every policy.
+
+    Returns:
+        JSON-able: "rows" with "policy" and the figures of `metrics.summarise`, "curves" and "wall_seconds"; "error" instead where the
+        model does not fit under that policy.
+
+    Raises:
+        UsageError: an unknown shape, no request, or one that is longer than the model's context.
+        DoesNotFitError: no policy fits, or there is no GPU for a real run.
+    """
+    report = progress or (lambda stage, done, total: None)
+    model = setting.model
+    longest = max((spec.prompt_tokens + spec.answer_tokens for spec in specs), default=0)
+    if not policies or not specs:
+        raise UsageError("There is nothing to compare.", hint="Give at least one request and one policy.")
+    if longest > model.max_positions:
+        raise UsageError(
+            f"A request of {longest} tokens is longer than the {model.max_positions} positions of {setting.shape}.",
+            hint="Limit the lengths with --longest.",
+        )
+    base = EngineConfig(memory_bytes=setting.ceiling, max_sequences=setting.sequences, context=longest)
+    serve = _Simulated(setting, model) if setting.simulate else _Real(setting, report)
+    rows: list[dict[str, Any]] = []
+    try:
+        for policy in policies:
+            config = policy.configure(base, model)
+            started = time.perf_counter()
+            try:
+                run = serve(specs, config, policy, partial(report, policy.name))
+            except DoesNotFitError as error:
+                rows.append({"policy": policy.name, "kind": policy.kind, "share": policy.share, "error": error.what})
+                continue
+            figures = summarise(run.records, run.steps, preemptions=run.preemptions)
+            extra = {"wall_seconds": time.perf_counter() - started, "curves": curves(run.steps)}
+            rows.append({"policy": policy.name, "kind": policy.kind, "share": policy.share, **figures, **extra})
+    finally:
+        serve.close()
+    if all("error" in row for row in rows):
+        raise DoesNotFitError(rows[0]["error"], hint="Give a larger --vram.")
+    return {
+        "bench": "workload",
+        "model": setting.shape,
+        "vram_cap": setting.ceiling,
+        "simulated": setting.simulate,
+        "device": serve.device,
+        "requests": len(specs),
+        "prompt_tokens": sum(spec.prompt_tokens for spec in specs),
+        "answer_tokens": sum(spec.answer_tokens for spec in specs),
+        "rows": rows,
+    }
+
+
+def device_bytes(simulate: bool) -> int:
+    """Memory that a share of the device is meant of: the simulated card's, the GPU's, or main memory."""
+    if simulate:
+        return H200.total_bytes
+    return int(torch.cuda.mem_get_info()[1]) if select_backend().name == "triton" else memory_facts()["ram_bytes"]
+
+
+class _Simulated:
+    """Runs on a clock of its own."""
+
+    def __init__(self, setting: Setting, model: ModelConfig) -> None:
+        self._setting, self._model = setting, model
+        self.device = setting.gpu.name
+
+    def __call__(self, specs: Sequence[RequestSpec], config: EngineConfig, policy: Policy, each: Callable[[int, int], None]) -> Run:
+        clock, setting = SimulatedClock(), self._setting
+        engine = simulated_engine(setting.shape, self._model, config, setting.gpu, clock, profiled=policy.profiled, seed=setting.seed)
+        with engine:
+            return run_workload(engine, specs, clock, seed=setting.seed, each=each)
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class _Real:
+    """Runs the device engine over made-up weights; their routers choose at random, so that no profile says anything about them."""
+
+    def __init__(self, setting: Setting, report: Progress) -> None:
+        on_gpu = select_backend().name == "triton"
+        if setting.shape != SMALL_SHAPE:
+            require_gpu(f"The shape {setting.shape}", f"--simulate needs none; --model-shape {SMALL_SHAPE} runs anywhere.")
+        device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
+        self._setting = setting
+        self._model = SyntheticModel(setting.shape, device, report, dtype=dtype)
+        self.device = torch.cuda.get_device_name(device) if on_gpu else "cpu, emulating a device"
+
+    def __call__(self, specs: Sequence[RequestSpec], config: EngineConfig, policy: Policy, each: Callable[[int, int], None]) -> Run:
+        try:
+            with self._model.engine_with(config)[0] as engine:
+                # The first steps compile kernels.
+                run_workload(engine, [RequestSpec(0.0, min(16, specs[0].prompt_tokens), 2)] * 2, RealClock(), seed=-1 % 2**31)
+                engine.forget()
+                return run_workload(engine, specs, RealClock(), seed=self._setting.seed, each=each)
+        finally:
+            reclaim()
+
+    def close(self) -> None:
+        """Give the weights up."""
+        self._model.host.shared = False
+        self._model.host.close()

@@ -1,0 +1,367 @@
+"""An engine whose model computes nothing: scheduler, pages, residents, ranking and adjuster are the real ones, only time is worked out.
+
+`SimulatedRunner` stands where `DeviceRunner` does and takes its decisions with the same objects (`StepChoice`, `Lender`). What routers
+choose comes from `SyntheticRouting`, what it costs from `CostModel`, and the clock moves by that much. Every sampled token is 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rimuru_cli.bench.workload.cost import CostModel, StepLoad
+from rimuru_cli.bench.workload.driver import SimulatedClock
+from rimuru_cli.bench.workload.routing import FEW, TOPICS, Drawn, SyntheticRouting
+from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.engine.describe import engine_info
+from rimuru_cli.engine.device.choice import StepChoice
+from rimuru_cli.engine.device.lending import Lender
+from rimuru_cli.engine.device.link import LinkRates
+from rimuru_cli.engine.device.plan import plan_device_memory
+from rimuru_cli.engine.device.streaming import ScratchPages
+from rimuru_cli.engine.engine import Engine
+from rimuru_cli.engine.experts.adjuster import AdjusterConstants
+from rimuru_cli.engine.experts.ranking import ExpertRanking
+from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.transfer import Loader
+from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_cli.engine.memory.views import ExpertView, KVView
+from rimuru_cli.engine.parts import Parts
+from rimuru_cli.engine.scheduler import ScheduledRows
+from rimuru_cli.fit.machine import Gpu
+from rimuru_cli.fit.placement import CUDA_PROGRAM_BYTES
+from rimuru_cli.fit.shape import shape_of
+from rimuru_models.config import ModelConfig
+
+
+class SimulatedHost:
+    """All experts of a model in main memory, without their bytes; attributes as of `HostTier`."""
+
+    def __init__(self, num_layers: int, num_experts: int, expert_bytes: int) -> None:
+        self.num_layers, self.num_experts, self.expert_bytes = num_layers, num_experts, expert_bytes
+        self.bytes_read = 0
+        self.brought = 0
+
+    def expert(self, layer: int, expert: int) -> Any:
+        """Nothing to show; counts as a read."""
+        self.bytes_read += self.expert_bytes
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class _Copy(Future[None]):
+    """A copy on its way over the link; whoever waits for it lets simulated time pass."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            self._wait()
+        return super().exception(timeout)
+
+
+class SimulatedLoader(Loader):
+    """Copies that take link time beside steps, first come, first served; those that wait can be cancelled."""
+
+    def __init__(self, clock: SimulatedClock, seconds_per_copy: float) -> None:
+        self._clock, self._each = clock, seconds_per_copy
+        self._waiting: deque[tuple[_Copy, Callable[[], None]]] = deque()
+        self._current: tuple[_Copy, Callable[[], None]] | None = None
+        self._left = 0.0  # seconds that the current one still takes
+
+    def submit(self, copy: Callable[[], None]) -> Future[None]:
+        """See `Loader.submit`."""
+        future = _Copy(self._finish_all)
+        self._waiting.append((future, copy))
+        return future
+
+    def use(self, seconds: float) -> None:
+        """The link was free for so long."""
+        while self._begin():
+            if self._left > seconds:
+                self._left -= seconds
+                return
+            seconds -= self._left
+            self._end()
+
+    def close(self) -> None:
+        """See `Loader.close`."""
+        self._finish_all()
+
+    def _begin(self) -> bool:
+        """Start the next copy if none is under way; False if there is none."""
+        while self._current is None and self._waiting:
+            following = self._waiting.popleft()
+            if following[0].set_running_or_notify_cancel():
+                self._current, self._left = following, self._each
+        return self._current is not None
+
+    def _end(self) -> None:
+        assert self._current is not None
+        (future, copy), self._current = self._current, None
+        copy()
+        future.set_result(None)
+
+    def _finish_all(self) -> None:
+        while self._begin():
+            self._clock.advance(self._left)
+            self._end()
+
+
+class SimulatedResidency(Residency):
+    """Tables without contents; a device's own exchange of experts (`expert_fetch.resolve`) is `exchange`."""
+
+    @property
+    def fewest_visible(self) -> int:
+        """See `DeviceResidency.fewest_visible`."""
+        return int(self._visible().min())
+
+    @property
+    def absent_by_layer(self) -> list[int]:
+        """See `DeviceResidency.absent_by_layer`."""
+        return [self._host.num_experts - count for count in self._visible().tolist()]
+
+    def _visible(self) -> NDArray[np.int64]:
+        visible: NDArray[np.int64] = self.resident.sum(1)
+        return visible
+
+    def exchange(self, drawn: Drawn) -> int:
+        """Give absent experts that a step uses the pages of the lowest-ranked unused residents of their layer; returns the misses."""
+        missing = drawn.touched & ~self.resident
+        layers = np.flatnonzero(missing.any(1)).tolist()
+        scores = self._ranking.scores
+        for layer in layers:
+            wanted = np.flatnonzero(missing[layer])
+            spare = np.flatnonzero(self.resident[layer] & ~drawn.touched[layer])
+            count = min(len(wanted), len(spare))
+            wanted = wanted[np.argsort(-scores[layer, wanted], kind="stable")][:count]  # the others are in scratch for this step
+            spare = spare[np.argsort(scores[layer, spare], kind="stable")][:count]
+            self.entries[layer, wanted] = self.entries[layer, spare]
+            self.entries[layer, spare] = -1
+            self.resident[layer, wanted], self.resident[layer, spare] = True, False
+        return int(missing.sum())
+
+    def commit(self, *, wait: bool = False) -> None:
+        """See `Residency.commit`; what was exchanged in meanwhile is not needed a second time."""
+        for key in [key for key in self._loading if self.resident[key]]:
+            self._abandon(*key)
+        super().commit(wait=wait)
+
+    def _copy(self, layer: int, expert: int, pages: list[int]) -> None:
+        self._host.expert(layer, expert)
+
+    def _show(self, layer: int, expert: int, pages: list[int]) -> None:
+        self.entries[layer, expert] = pages
+        self.resident[layer, expert] = True
+
+    def _hide(self, layer: int, expert: int) -> None:
+        self.entries[layer, expert] = -1
+        self.resident[layer, expert] = False
+
+
+class SimulatedExperts(StepChoice):
+    """Counts selections, and decides as `DeviceExperts` does."""
+
+    recorder = None
+    fetched_bytes = 0
+
+    def __init__(self, **choice: Any) -> None:
+        super().__init__(**choice)
+        self.uses = self.hits = 0
+        self.row_hits: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+    def count(self, rows: int, uses: int, hits: int) -> None:
+        """A step of so many rows selected `uses` experts, `hits` of them resident."""
+        self.uses += uses
+        self.hits += hits
+        self._learn(rows, uses, hits)
+        self.row_hits = np.full(rows, hits // rows, dtype=np.int64)
+        self.row_hits[: hits % rows] += 1
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+class SimulatedRunner:
+    """Takes a step's decisions, works out its time and lets it pass."""
+
+    def __init__(
+        self,
+        *,
+        experts: SimulatedExperts,
+        residency: SimulatedResidency,
+        ranking: ExpertRanking,
+        host: SimulatedHost,
+        loader: SimulatedLoader,
+        lender: Lender,
+        routing: SyntheticRouting,
+        cost: CostModel,
+        clock: SimulatedClock,
+        top_k: int,
+        live: bool,
+    ) -> None:
+        self._experts, self._residency, self._ranking = experts, residency, ranking
+        self._host, self._loader, self._lender = host, loader, lender
+        self._routing, self._cost, self._clock = routing, cost, clock
+        self._uses_per_row = host.num_layers * top_k
+        self._live = live
+        self._topics: dict[int, int] = {}
+
+    def forward(self, plan: Sequence[ScheduledRows]) -> Tensor | None:
+        """Zeros float32 [number of sampling rows, 1], or None if no row is sampled from."""
+        rows = visible = held = sampled = 0
+        for item in plan:
+            count, computed = item.count, item.sequence.computed
+            rows += count
+            visible += count * computed + count * (count + 1) // 2
+            held += computed + count
+            sampled += item.samples
+        on_demand = self._experts.prefers_on_demand(rows)
+        buffers = self._lender.lend(rows, on_demand=on_demand)
+        drawn = self._draw(plan, rows)
+        hits = self._count(drawn, rows)
+        captured = on_demand and rows == len(plan) == sampled
+        compute = self._cost.compute(StepLoad(rows, visible, held, drawn.touched.sum(1), captured))
+        if on_demand:
+            missed = self._residency.exchange(drawn)
+            busy = missed * self._cost.expert_bytes / self._cost.fetch
+            seconds = self._cost.on_demand(compute, missed)
+        else:
+            absent = self._host.num_experts - self._residency.resident.sum(1)
+            missed = int(absent.sum())
+            busy = missed * self._cost.expert_bytes / self._cost.copy
+            slots = 0 if buffers is None else len(buffers.slots)
+            seconds = self._cost.streamed(compute, absent, slots)
+        self._host.bytes_read += missed * self._host.expert_bytes
+        self._experts.count(rows, rows * self._uses_per_row, hits)
+        self._clock.advance(seconds)
+        self._loader.use(max(0.0, seconds - busy))
+        return torch.zeros(sampled, 1) if sampled else None
+
+    def launch_ahead(self, likeliest: Tensor, arriving: Tensor) -> None:
+        """Nothing can be ahead of a clock that stands still meanwhile."""
+
+    def _draw(self, plan: Sequence[ScheduledRows], rows: int) -> Drawn:
+        topics = {item.sequence.request.id: self._topic(item.sequence.request.id) for item in plan}
+        if rows == len(plan) <= FEW:
+            return self._routing.draw_each(topics)
+        counts = np.zeros(TOPICS, dtype=np.float32)
+        np.add.at(counts, list(topics.values()), [item.count for item in plan])
+        return self._routing.draw_sums(counts)
+
+    def _topic(self, request: int) -> int:
+        topic = self._topics.get(request)
+        if topic is None:
+            topic = self._topics[request] = self._routing.topic_of(request)
+        return topic
+
+    def _count(self, drawn: Drawn, rows: int) -> int:
+        """Take the step into the ranking; returns selections that found their expert resident."""
+        total = float(drawn.uses.sum())
+        share = float(drawn.uses[self._residency.resident].sum()) / total
+        if self._live:
+            self._ranking.begin_step(rows)
+            self._ranking.add_counts(drawn.uses * (rows * self._host.num_layers / total), rows)
+        return round(share * rows * self._uses_per_row)
+
+
+def simulated_engine(
+    name: str,
+    model: ModelConfig,
+    config: EngineConfig,
+    gpu: Gpu,
+    clock: SimulatedClock,
+    *,
+    profiled: bool = True,
+    seed: int = 0,
+) -> Engine:
+    """An engine over nothing but numbers.
+
+    Args:
+        model: its shape; weights are taken to be bfloat16, and all experts to be page-locked.
+        gpu: the card whose rates decide.
+        profiled: whether a hotset profile seeds the ranking.
+        seed: of the routing.
+
+    Raises:
+        DoesNotFitError: `config`'s ceiling is too small for the shape.
+    """
+    shape = shape_of(model, None)
+    free = gpu.total_bytes - CUDA_PROGRAM_BYTES
+    limit = config.device_batch_tokens
+    plan = plan_device_memory(model, shape.stored, config, program=CUDA_PROGRAM_BYTES, free=free, max_batch_tokens=limit)
+    layers, pages = len(model.moe_layers), plan.geometry.pages_per_expert
+    cost = CostModel(shape, gpu)
+    routing = SyntheticRouting(layers, model.num_experts, model.top_k, seed)
+    ranking = ExpertRanking(layers, model.num_experts, config.decay)
+    if profiled:
+        ranking.seed(routing.profile)
+    pool = PagePool(plan.geometry, plan.pool, "meta")
+    view = ExpertView(pool, model.expert_intermediate, model.hidden_size, torch.bfloat16)
+    host = SimulatedHost(layers, model.num_experts, cost.expert_bytes)
+    loader = SimulatedLoader(clock, cost.expert_bytes / cost.copy)
+    residency = SimulatedResidency(pool, view, host, ranking, loader, floor=plan.floor, pages_per_expert=pages)
+    for layer, expert in residency.first_choice(AdjusterConstants().high_free + pages, floor_only=config.fixed_residents):
+        residency.fill(layer, expert)
+    host.bytes_read = 0
+    scratch = ScratchPages(pool, model.num_experts, pages)
+    blocks = KVBlocks(pool, KVView(pool, model.num_kv_heads, model.head_dim, plan.block_tokens, torch.bfloat16), model.num_layers)
+    experts = SimulatedExperts(
+        num_experts=model.num_experts,
+        expert_bytes=cost.expert_bytes,
+        top_k=model.top_k,
+        decay=config.decay,
+        residency=residency,
+        rates=LinkRates(cost.fetch, cost.copy),
+        miss_rate=1.0 - residency.num_resident / residency.total,
+    )
+    runner = SimulatedRunner(
+        experts=experts,
+        residency=residency,
+        ranking=ranking,
+        host=host,
+        loader=loader,
+        lender=Lender(pool, residency, blocks, experts, scratch),
+        routing=routing,
+        cost=cost,
+        clock=clock,
+        top_k=model.top_k,
+        live=config.live_ranking,
+    )
+    parts = Parts(
+        info=engine_info(name, model, torch.bfloat16, plan, config, device="simulated", reason=gpu.name),
+        plan=plan,
+        reader=_closing(),
+        model=SimpleNamespace(config=model),
+        pool=pool,
+        blocks=blocks,
+        host=host,  # type: ignore[arg-type]
+        residency=residency,
+        buffers=scratch,
+        loader=loader,
+        experts=experts,  # type: ignore[arg-type]
+        runner=runner,  # type: ignore[arg-type]
+        eos_ids=frozenset(),
+        replan=lambda wish: plan_device_memory(
+            model, shape.stored, wish, program=CUDA_PROGRAM_BYTES, free=0, max_batch_tokens=plan.max_batch_tokens
+        ),
+        link_rate=cost.copy,
+        clock=clock.now,
+    )
+    return Engine(parts, config)
+
+
+def _closing() -> Any:
+    return SimpleNamespace(close=lambda: None)
