@@ -7,7 +7,7 @@ CODE := kernels models rimuru_cli tests
 # Two processes: torch takes seconds to import and most tests use one thread.
 PYTEST_ARGS ?= -n 2
 
-.PHONY: check lint format typing types imports shell test wheel venv
+.PHONY: check lint format typing types imports shell test demo-recording picture wheel venv
 .DEFAULT_GOAL := check
 
 check: lint types imports shell test  ## everything that must pass before a commit
@@ -40,6 +40,19 @@ shell: venv  ## install.sh and the CI script
 
 test: venv  ## the tests; PYTEST_ARGS="-x tests/engine" narrows them
 	@"$(BIN)/python" -m pytest $(PYTEST_ARGS)
+
+demo-recording: venv  ## the dashboard's demonstration: records a real chat, about two minutes on an idle machine
+	"$(BIN)/python" tests/support/record_demo.py rimuru_cli/engine/telemetry/demo.rimurec
+
+picture: venv  ## docs/dashboard.svg, the README's picture, from the demonstration recording
+	"$(BIN)/python" tests/support/dashboard_picture.py docs/dashboard.svg
+
+elasticity: venv  ## the pictures of docs/results/elasticity.md, simulated; the tables go to the terminal
+	"$(BIN)/rimuru" bench workload --case-study --simulate --limits --svg docs/results/elasticity-qwen1.5-32GiB.svg
+	"$(BIN)/rimuru" bench workload --case-study --simulate --model-shape qwen3-30b-a3b --vram 24GiB \
+		--svg docs/results/elasticity-qwen3-30b-24GiB.svg
+	"$(BIN)/rimuru" bench workload --case-study --simulate --model-shape qwen3-30b-a3b --vram 32GiB \
+		--svg docs/results/elasticity-qwen3-30b-32GiB.svg
 
 wheel: venv  ## dist/*.whl, built from a clean copy of the sources
 	rm -rf build dist

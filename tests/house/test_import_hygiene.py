@@ -33,7 +33,10 @@ print("MODULES", *sorted({{name.partition(".")[0] for name in sys.modules}}))
         ["chat", "--help"],
         ["run", "--help"],
         ["config", "--json"],
+        ["pull", "--help"],
+        ["verify", "--help"],
         ["doctor", "--help"],
+        ["dashboard", "--help"],
         ["bench", "pp", "--help"],
     ],
     ids=" ".join,
@@ -45,9 +48,21 @@ def test_light_commands_import_nothing_slow(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["rimuru_models", "rimuru_kernels", "rimuru_models.headers", "rimuru_models.config", "rimuru_models.errors"]
+    "module",
+    [
+        "rimuru_models",
+        "rimuru_kernels",
+        "rimuru_models.headers",
+        "rimuru_models.config",
+        "rimuru_models.errors",
+        "rimuru_models.tensor_map",
+        "rimuru_kernels.sizes",
+        "rimuru_kernels.backend",
+        "rimuru_cli.engine.device.plan",
+        "rimuru_cli.fit",
+    ],
 )
-def test_reading_headers_needs_no_torch(module: str) -> None:
+def test_reading_headers_and_dividing_memory_need_no_torch(module: str) -> None:
     assert modules_after(f"import {module}").isdisjoint(["torch", "triton", "transformers"])
 
 
