@@ -18,10 +18,10 @@ from rimuru_models.errors import UsageError
 SHAPE, CEILING = "qwen1.5-moe-a2.7b", 32 << 30
 COUNT, LONGEST = 300, 1024
 ASSUMED = (
-    f"{COUNT} requests, all there at the start",
+    "all requests are there at the start",
     f"lengths as published of ShareGPT, no prompt and no answer longer than {LONGEST} tokens, every answer generated to its length",
     "all requests may run at once if memory allows it, in steps of at most 4096 tokens",
-    "32 GiB for everything: weights, cache, workspace, the driver's context",
+    "the ceiling covers everything: weights, cache, workspace, the driver's context",
 )
 PAPER = {
     "peak_concurrency": {"static": 34, "fixed": 74, "elastic": 90},
@@ -41,7 +41,7 @@ def run_case_study(setting: Setting, *, count: int = COUNT, limits: bool = False
 
     Returns:
         As `run_policies`, and "policies": by kind the figures of each, where "fixed" is the share with the highest throughput; "ratios";
-        "assumed"; "paper"; "limits" (rows and "chosen", per policy) if asked for.
+        "assumed"; "paper", what the paper saw, for its model and card; "limits" (rows and "chosen", per policy) if asked for.
 
     Raises:
         UsageError, DoesNotFitError: as `run_policies`.
@@ -52,7 +52,9 @@ def run_case_study(setting: Setting, *, count: int = COUNT, limits: bool = False
     fixed = [Policy("fixed", share) for share in SHARES]
     report = run_policies(specs, [Policy("static"), *fixed, Policy("elastic"), Policy("paced")], setting, progress=progress)
     policies = best_of_kind(report["rows"])
-    study = {**report, "case_study": True, "policies": policies, "ratios": ratios(policies), "assumed": list(ASSUMED), "paper": PAPER}
+    study = {**report, "case_study": True, "policies": policies, "ratios": ratios(policies), "assumed": list(ASSUMED)}
+    if (setting.shape, setting.ceiling) == (SHAPE, CEILING):
+        study["paper"] = PAPER
     if limits:
         study["limits"] = {kind: sweep_limits(kind, specs, setting, progress=progress) for kind in ("elastic", "paced")}
     return study
