@@ -243,20 +243,15 @@ def sparkline(x: Sequence[float], y: Sequence[float], end: float, top: float, wi
 
 
 def _print_study(report: Mapping[str, Any], out: Output) -> None:
-    found, paper = report["policies"], report["paper"]
+    found, paper = report["policies"], report.get("paper")
     out.note("\nThe best of each kind", "bold")
+    headers = ["kind", "policy", "tok/s", "steps", "peak"] + (["paper's steps", "paper's peak"] if paper else [])
     rows = [
-        [
-            kind,
-            row["policy"],
-            row["steps"],
-            paper["steps"].get(kind, "-"),
-            row["peak_concurrency"],
-            paper["peak_concurrency"].get(kind, "-"),
-        ]
+        [kind, row["policy"], f"{row['throughput']:,.1f}", row["steps"], row["peak_concurrency"]]
+        + ([paper[figure].get(kind, "-") for figure in ("steps", "peak_concurrency")] if paper else [])
         for kind, row in found.items()
     ]
-    out.line(table(["kind", "policy", "steps", "paper's", "peak", "paper's"], rows))
+    out.line(table(headers, rows))
     for line in report["assumed"]:
         out.note(f"assumed: {line}", "dim")
     for kind, swept in report.get("limits", {}).items():

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rimuru_cli.engine.admission import PACED_FROM, AdmissionStats
 from rimuru_cli.engine.ceiling import MemoryChange, Running, described, least_ceiling, replan, shrink_pool
 from rimuru_cli.engine.config import EngineConfig, Progress
 from rimuru_cli.engine.experts.adjuster import AdjusterStats
@@ -38,6 +37,7 @@ from rimuru_cli.engine.stats import CEILING_LOWERED, AdjusterEvent, EngineInfo, 
 from rimuru_cli.engine.telemetry.collect import Watched
 from rimuru_cli.engine.telemetry.publish import Publisher
 from rimuru_cli.engine.turns import in_turn
+from rimuru_cli.engine.worth import Worth
 from rimuru_models.errors import DoesNotFitError, UsageError
 
 _KEPT_EVENTS = 64
@@ -91,6 +91,7 @@ class Engine:
         self._clocks: dict[int, _Clock] = {}
         self._ids = itertools.count(1)
         self._work = Work()
+        self._worth = Worth(parts, config.admission, self._work, self._scheduler.running)
         self._turn = threading.RLock()
         self._publisher: Publisher | None = None
         self._events: deque[AdjusterEvent] = deque(maxlen=_KEPT_EVENTS)
@@ -101,7 +102,7 @@ class Engine:
         parts, recurrent = self._parts, self._parts.recurrent
         limits = {"max_batch_tokens": parts.plan.max_batch_tokens, "max_sequences": self._config.max_sequences}
         if recurrent is None:
-            return Scheduler(parts.blocks, self._available_pages, self._make_room, self._worth, **limits)
+            return Scheduler(parts.blocks, self._available_pages, self._make_room, lambda blocks: self._worth.of(blocks), **limits)
         recurrent.room.adjust = self._adjust
         return HybridScheduler(parts.blocks, recurrent.states, recurrent.bookmarks, recurrent.room, **limits)
 
@@ -388,23 +389,10 @@ class Engine:
             lacking = num_pages - self._allocator.available(PageKind.KV)
         return True
 
-    def _worth(self, blocks: int) -> bool:
-        """Whether a sequence of so many token blocks is worth the experts that leave for it."""
-        parts, running = self._parts, len(self._scheduler.running)
-        residency, info = parts.residency, self.info
-        # One that is short now will be as long as the others.
-        pages = max(blocks * parts.blocks.num_layers, (self._allocator.owned(PageKind.KV) - parts.blocks.idle_pages) / max(1, running))
-        in_experts = pages / (self._kv_per_block * residency.pages_per_expert)
-        used = 1.0 - (1.0 - info.top_k / info.num_experts) ** running  # an expert, by a step
-        seconds = 0.0 if parts.link_rate is None else used * parts.host.expert_bytes / parts.link_rate
-        # With all experts resident it displaces none yet, but the one that is to leave now.
-        displaced = min(in_experts, residency.expandable + 1.0)
-        return self._config.admission(AdmissionStats(running, displaced, seconds, self._work.step_seconds))
-
     def _adjust(self, required_blocks: int) -> None:
         residency, began = self._parts.residency, self._now()
         waited = residency.waited
-        spare = self._spare_blocks()
+        spare = self._worth.spare_blocks()
         stats = AdjusterStats(
             required_blocks=required_blocks,
             free_blocks=self._allocator.available(PageKind.EXPERT) + spare,
@@ -416,12 +404,12 @@ class Engine:
         # Whatever the policy, a sequence that needs pages gets them while experts are above the floor, and no expert takes them back.
         shrink = max(decision.shrink, 1 if required_blocks > 0 else 0)
         # Nor are experts put aside for sequences that would not be given them.
-        if shrink and required_blocks == 0 and not self._worth(self._youngest_blocks()):
+        if shrink and required_blocks == 0 and not self._worth.of_youngest():
             shrink = 0
         expand = 0 if shrink else max(decision.expand, 0)
         shrunk = residency.shrink(shrink) if shrink else 0
         if expand and spare:
-            self._evict_for(expand)
+            self._worth.evict_for(expand)
         expanded = residency.expand(expand) if expand else 0
         if shrunk or expanded:
             handed_over = (shrunk + expanded) * residency.pages_per_expert * self._parts.plan.geometry.expert_page_bytes
@@ -433,21 +421,6 @@ class Engine:
     def _handed_over(self, num_bytes: int, began: float, waited: float) -> None:
         """Count pages that changed hands since `began`; while the device was busy with what was queued before, nothing stood still."""
         self._work.add_handover(num_bytes, self._now() - began - (self._parts.residency.waited - waited))
-
-    def _spare_blocks(self) -> int:
-        """Blocks that text kept only for reuse holds and experts had better have: where many sequences run, all of it."""
-        many = len(self._scheduler.running) >= PACED_FROM and self._parts.link_rate is not None
-        return self._parts.blocks.idle_pages // self._kv_per_block if many else 0
-
-    def _evict_for(self, experts: int) -> None:
-        """Give up text kept for reuse until so many experts fit, as far as that goes."""
-        blocks, wanted = self._parts.blocks, experts * self._parts.residency.pages_per_expert
-        while self._allocator.available(PageKind.EXPERT) < wanted and blocks.evict(self._kv_per_block):
-            pass
-
-    def _youngest_blocks(self) -> int:
-        running = self._scheduler.running
-        return len(running[-1].blocks) if running else 0
 
     def _count_rows(self, plan: Sequence[ScheduledRows]) -> None:
         # Sums from the first row on, so that a sequence's hits are a difference: hundreds of small sums would take longer than the step.

@@ -16,13 +16,15 @@ from rimuru_cli.bench.workload.requests import RequestSpec, generate_requests
 from rimuru_cli.bench.workload.routing import TOPICS, SyntheticRouting, inclusion
 from rimuru_cli.bench.workload.simulated import simulated_engine
 from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.engine.device.plan import plan_device_memory
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import SamplingParams
 from rimuru_cli.fit.locality import recorded_hits
-from rimuru_cli.fit.placement import place_on_gpu
+from rimuru_cli.fit.placement import CUDA_PROGRAM_BYTES, place_on_gpu
 from rimuru_cli.fit.shape import shape_of
 from rimuru_cli.fit.speed import gpu_token_seconds
 from rimuru_models.config import ModelConfig
+from rimuru_models.errors import DoesNotFitError
 
 GIB = 1 << 30
 SMALL = {
@@ -123,6 +125,18 @@ def test_paced_leaves_experts_where_they_are_when_they_are_worth_more() -> None:
     assert seconds["paced"] <= 1.05 * seconds["static"]
 
 
+def test_a_request_that_the_memory_left_cannot_hold_is_refused_before_anything_runs() -> None:
+    model = ModelConfig.from_dict(SHAPES["qwen1.5-moe-a2.7b"], where="shape")
+    config = EngineConfig(context=4096, expert_offload_limit=0)
+    format_, limit = shape_of(model, None).stored, config.device_batch_tokens
+    plan = plan_device_memory(model, format_, config, program=CUDA_PROGRAM_BYTES, free=80 * GIB, max_batch_tokens=limit)
+    clock = SimulatedClock()
+    with simulated_engine("shape", model, replace(config, memory_bytes=plan.minimum), H200, clock) as engine:
+        with pytest.raises(DoesNotFitError, match="3000"):
+            run_workload(engine, [RequestSpec(0.0, 10, 3), RequestSpec(0.0, 1000, 3000)], clock)
+        assert not engine.has_work
+
+
 def test_requests_that_come_later_are_not_served_earlier() -> None:
     clock = SimulatedClock()
     late = [RequestSpec(5.0, 20, 3), RequestSpec(0.0, 20, 3)]
@@ -208,3 +222,41 @@ def test_names_of_policies_read_back() -> None:
     ):
         assert parse_policies(policy.name) == [policy]
     assert len(parse_policies("fixed")) > 3 and {p.kind for p in parse_policies("fixed")} == {"fixed"}
+
+
+def test_loading_buffers_stay_lent_from_one_piece_of_a_prompt_to_the_next_and_go_back_when_words_come() -> None:
+    clock = SimulatedClock()
+    with small_engine("elastic", clock, spare_mib=-60) as engine:
+        request = engine.submit([i % 1000 for i in range(500)], SamplingParams(temperature=0.0, max_tokens=8))
+        engine.step()
+        first = engine.tally()
+        engine.step()
+        second = engine.tally()
+        engine.check_integrity()
+        assert request.output_ids and first.buffer_bytes > 0
+        assert second.buffer_bytes == first.buffer_bytes
+        assert 0 <= first.resident - second.resident <= 1, "nobody went and came in between, but for the adjuster's reserve"
+        for _ in range(3):
+            engine.step()
+        engine.check_integrity()
+        assert engine.tally().buffer_bytes == 0 and engine.tally().resident > first.resident
+
+
+def test_text_kept_for_reuse_makes_room_for_experts_where_many_run_and_stays_where_few_do() -> None:
+    kept = {}
+    for later in (1, 10):
+        clock = SimulatedClock()
+        with small_engine("elastic", clock, spare_mib=4) as engine:
+            prompts = [[(7 * i + 131 * p) % 1000 for i in range(200)] for p in range(10)]
+            params = SamplingParams(temperature=0.0, max_tokens=40)
+            for prompt in prompts:
+                engine.submit(prompt, params)
+            while engine.has_work:
+                engine.step()
+            for p in range(later):
+                engine.submit([5 + p, *range(20)], params)
+            while engine.has_work:
+                engine.step()
+            engine.check_integrity()
+            kept[later] = engine.snapshot().cached_kv_bytes, engine.tally().resident
+    assert kept[1][0] > kept[10][0] and kept[1][1] < kept[10][1]

@@ -301,3 +301,29 @@ def test_a_private_model_with_its_token(server: LoopbackHub, capsys: pytest.Capt
     monkeypatch.setenv("HF_TOKEN", GOOD_TOKEN)
     code, out, err = run(capsys, "pull", "org/name", "--json")
     assert code == 0 and GOOD_TOKEN not in out + err
+
+
+def test_offline_what_another_tool_downloaded_is_there(
+    server: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download("org/name")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    code, out, err = run(capsys, "pull", "org/name")
+    assert (code, out) == (0, folder + "\n") and "HF_HUB_OFFLINE is set" in err and "rimuru verify org/name" in err
+    told = events(run(capsys, "pull", "org/name", "--json")[1])
+    assert [event["event"] for event in told] == ["notice", "result"] and told[-1]["commit"] == Path(folder).name
+    (Path(folder) / SHARD).unlink()
+    code, out, err = run(capsys, "pull", "org/name")
+    assert (code, out) == (1, "") and "HF_HUB_OFFLINE is set" in err, "not all of it is there"
+
+
+def test_what_cannot_run_is_not_what_to_type_next(
+    server: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does_not_fit(monkeypatch)
+    screen = Terminal()
+    monkeypatch.setattr("sys.stderr", screen)
+    assert main(["pull", "org/name", "--yes"]) == 0
+    assert "downloaded and checked" in screen.getvalue() and "Next:" not in screen.getvalue()

@@ -102,3 +102,15 @@ def test_who_grows_takes_the_place_of_the_youngest_who_is_not_worth_it() -> None
     for _ in range(8):
         room.step()
     assert room.scheduler.preemptions > 0 and [s.request.id for s in room.scheduler.running] == [1]
+
+
+def test_a_policy_that_admits_nobody_cannot_stop_the_engine(qwen3: Path) -> None:
+    """Whoever is alone displaces experts whatever the policy says, both when it starts and when it grows."""
+    config = EngineConfig(context=CONTEXT, device="cpu", max_batch_tokens=24, admission=lambda stats: False)
+    engine = load_engine(qwen3, 0.3, config)
+    prompts = prompts_of()
+    requests = [engine.submit(prompt, replace(GREEDY, max_tokens=40)) for prompt in prompts]
+    run_all(engine)
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.output_ids == resident_tokens(qwen3, prompt, 40)
+    assert_all_free(engine)

@@ -332,6 +332,8 @@ def test_main_memory_can_be_imagined() -> None:
     [
         ({"vram": "much"}, "--vram"),
         ({"vram": "0"}, "--vram"),
+        ({"vram": "12"}, "--vram: 12 .*bytes"),
+        ({"ram": "64"}, "--ram: 64 .*bytes"),
         ({"vram": "50%"}, "--vram"),
         ({"ram": "-1GiB"}, "--ram"),
         ({"link": "25"}, "--link"),

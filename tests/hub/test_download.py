@@ -18,7 +18,7 @@ from loopback_models import model_files, wanted
 from loopback_pulls import Ear, planned, pull
 from loopback_setup import assert_pulled, connect
 
-from rimuru_cli.hub import download, transfer
+from rimuru_cli.hub import download, repository_cache, transfer
 from rimuru_cli.hub.download import Download, Status
 from rimuru_cli.hub.pull_manifest import PullManifest
 from rimuru_cli.hub.resolve import resolve_model
@@ -291,8 +291,53 @@ def test_headers_that_contradict_each_other_are_an_objection(server: LoopbackHub
 def test_a_cache_that_cannot_be_written(server: LoopbackHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_bytes(b"")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "file" / "hub"))
-    with pytest.raises(OSError, match="Not a directory"):
+    with pytest.raises(RimuruError, match=r"cannot be used: Not a directory \(") as caught:
         pull()
+    assert caught.value.exit_code == 1 and "HF_HOME" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("number", "words", "code"),
+    [(errno.EROFS, "cannot be used: Read-only", 1), (errno.EACCES, "cannot be used: Permission", 1), (errno.EFBIG, "no file as large", 5)],
+)
+def test_what_the_disk_refuses_is_said(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch, number: int, words: str, code: int) -> None:
+    def refuse(self: transfer.PartFile, offset: int, data: bytes) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(transfer.PartFile, "write", refuse)
+    with pytest.raises(RimuruError, match=words) as caught:
+        pull()
+    assert caught.value.exit_code == code and "HF_HOME" in str(caught.value.hint)
+
+
+def test_a_folder_where_a_file_belongs_is_named(server: LoopbackHub) -> None:
+    pulled, _ = pull()
+    (pulled.path / "LICENSE").unlink()
+    (pulled.path / "LICENSE").mkdir()
+    with pytest.raises(RimuruError, match=r"snapshots.*LICENSE is a folder"):
+        pull()
+
+
+def test_parts_of_what_another_tool_finished_go(server: LoopbackHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repository_cache, "_STILL_SECONDS", 0.0)
+    etag = etag_of(FILES[SHARD])
+    snapshot_download("org/name")
+    blobs = cache / "models--org--name" / "blobs"
+    for name in (f"{etag}.incomplete", f"{etag}.0123abcd.incomplete"):
+        (blobs / name).write_bytes(FILES[SHARD][:1000])
+        os.utime(blobs / name, (0, 0))
+    (blobs / f"{'0' * 64}.incomplete").write_bytes(b"of another commit")
+    pull()
+    assert [path.name for path in blobs.glob("*.incomplete")] == [f"{'0' * 64}.incomplete"]
+
+
+def test_what_another_tool_writes_just_now_stays(server: LoopbackHub, cache: Path) -> None:
+    blobs = cache / "models--org--name" / "blobs"
+    blobs.mkdir(parents=True)
+    busy = blobs / f"{etag_of(FILES[SHARD])}.0123abcd.incomplete"
+    busy.write_bytes(FILES[SHARD][:1000])
+    pull()
+    assert busy.is_file()
 
 
 def test_keyboard_interrupt_keeps_what_there_is(server: LoopbackHub, cache: Path) -> None:

@@ -296,3 +296,20 @@ def test_the_demonstration_model_and_what_was_left_of_others(cache: Path, tmp_pa
     assert found["rimuru-demo@0123456789ab"].inspection.why_not == "built by another version of rimuru"
     (folder / "manifest.json").unlink()
     assert by_name()["rimuru-demo"].status == "incomplete"
+
+
+def test_a_repository_that_cannot_be_read_is_listed_with_the_reason(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_in_cache(cache, "org/small", model_files())
+    closed = cache / "models--org--closed"
+    (closed / "snapshots").mkdir(parents=True)
+    scandir = os.scandir
+
+    def refuse(path: str | Path = ".") -> object:
+        if Path(path) == closed:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    look = by_name()["org/closed"].inspection
+    assert (look.status, look.why_not) == ("unusable", "its folder cannot be read (Permission denied)")
+    assert by_name()["org/small"].status == "ready"

@@ -151,3 +151,24 @@ def test_a_hub_that_goes_silent(server: LoopbackHub) -> None:
     notices: list[str] = []
     assert Hub(notice=notices.append).info("org/name", "main").repository == "org/name"
     assert "has stopped answering" in notices[0]
+
+
+def test_a_socks_proxy_that_nobody_here_can_speak_to(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub.utils import _http
+
+    def no_socks() -> None:
+        raise ImportError("Using SOCKS proxy, but the 'socksio' package is not installed. Make sure to install httpx using ...")
+
+    monkeypatch.setattr(_http, "get_session", no_socks)
+    monkeypatch.setenv("ALL_PROXY", "socks5://user:secret@127.0.0.1:1080")
+    with pytest.raises(UsageError, match="SOCKS proxy") as caught:
+        Hub().info("org/name", "main")
+    assert "ALL_PROXY" in str(caught.value.hint) and "secret" not in f"{caught.value.what} {caught.value.hint}"
+
+
+def test_a_proxy_that_may_be_to_blame_is_named(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://user:secret@127.0.0.1:9")
+    server.close()
+    with pytest.raises(UnreachableError, match="cannot be reached") as caught:
+        Hub(wait=lambda seconds: False).info("org/name", "main")
+    assert "HTTPS_PROXY" in str(caught.value.hint) and "secret" not in str(caught.value.hint)

@@ -57,8 +57,9 @@ def test_an_index_that_names_a_missing_shard() -> None:
     ],
 )
 def test_refuses_what_is_no_model(names: list[str], words: str) -> None:
-    with pytest.raises(CheckpointError, match=words):
+    with pytest.raises(CheckpointError, match=words) as caught:
         select("org/name", listing(*names))
+    assert caught.value.hint, "what to do next"
 
 
 HOSTILE = [

@@ -1,6 +1,6 @@
 """Makes the README's picture of the dashboard from the demonstration recording.
 
-    python tests/support/dashboard_picture.py FILE.svg [SECOND]
+python tests/support/dashboard_picture.py FILE.svg [SECOND]
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ if __name__ == "__main__":
     if "die" in options:
         sys.stderr.write("the fake process died\n")
         os._exit(options["die"])
+    child._GRACE_SECONDS = options.pop("grace", child._GRACE_SECONDS)
     text = options.pop("reply", "Hello there.")
     loading.load_model = fake_loader(FakeEngine(reply=lambda prompt: text, **options))
     code = child.main()

@@ -24,3 +24,6 @@ def plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TEXTUAL_COLOR_SYSTEM", "COLORTERM", "TEXTUAL_THEME", "TEXTUAL_FILTERS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TEXTUAL_ANIMATIONS", "none")
+    # After each key textual looks in steps of this many seconds whether the app has come to rest; keys are what most tests here consist of.
+    monkeypatch.setattr("textual._wait.SLEEP_GRANULARITY", 1 / 200)
+    monkeypatch.setattr("textual._wait.SLEEP_IDLE", 1 / 2000)

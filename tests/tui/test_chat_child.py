@@ -146,7 +146,7 @@ def test_a_window_that_vanishes_takes_it_along(talk: Talk) -> None:
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("talk", [{"step_seconds": 60.0}], indirect=True)
+@pytest.mark.parametrize("talk", [{"step_seconds": 60.0, "grace": 0.5}], indirect=True)
 def test_also_in_the_middle_of_a_step_that_does_not_end(talk: Talk) -> None:
     begin(talk)
     talk.say(protocol.Say("hi"))

@@ -382,10 +382,9 @@ def test_frames_of_any_engine_can_be_drawn() -> None:
 
     async def draw(frames: list[Frame]) -> str:
         app: RimuruApp = new_app()
-        async with app.run_test(size=(110, 36)) as pilot:
-            for frame in frames:
-                await show(pilot, frame)
-            await pilot.press("3", "down", "right", "5", "left", "4", "2", "down", "enter", "end", "escape", "1")
+        async with app.run_test(size=(100, 32)) as pilot:
+            await show(pilot, *frames)
+            await pilot.press("3", "down", "5", "left", "4", "2", "down", "enter", "end", "escape", "1")
             await show(pilot, frames[-1])
             return screen_text(app)
 

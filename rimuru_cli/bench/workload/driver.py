@@ -14,7 +14,7 @@ from rimuru_cli.bench.workload.metrics import RequestRecord, StepRecord
 from rimuru_cli.bench.workload.requests import RequestSpec
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import Request, SamplingParams
-from rimuru_models.errors import UsageError
+from rimuru_models.errors import DoesNotFitError
 
 
 class Clock(Protocol):
@@ -88,12 +88,12 @@ def run_workload(
         each: told (requests ended, requests in all) after each step that ended one.
 
     Raises:
-        UsageError: a request does not fit the engine's context.
+        DoesNotFitError: a request is longer than the context that the engine's memory allows.
     """
     limit = engine.info.context_limit
     for spec in specs:
         if spec.prompt_tokens + spec.answer_tokens > limit:
-            raise UsageError(
+            raise DoesNotFitError(
                 f"A request of {spec.prompt_tokens} + {spec.answer_tokens} tokens is longer than the context of {limit} tokens here.",
                 hint="Give a larger ceiling, or limit the lengths with --longest.",
             )

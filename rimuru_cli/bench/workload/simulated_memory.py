@@ -1,0 +1,144 @@
+"""Host tier, link and residents of a simulation: the engine's tables and rules over experts that have no bytes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rimuru_cli.bench.workload.driver import SimulatedClock
+from rimuru_cli.bench.workload.routing import Drawn
+from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.transfer import Loader
+
+
+class SimulatedHost:
+    """All experts of a model in main memory, without their bytes; attributes as of `HostTier`."""
+
+    def __init__(self, num_layers: int, num_experts: int, expert_bytes: int) -> None:
+        self.num_layers, self.num_experts, self.expert_bytes = num_layers, num_experts, expert_bytes
+        self.bytes_read = 0
+        self.brought = 0
+
+    def expert(self, layer: int, expert: int) -> Any:
+        """Nothing to show; counts as a read."""
+        self.bytes_read += self.expert_bytes
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+class _Copy(Future[None]):
+    """A copy on its way over the link; whoever waits for it lets simulated time pass."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        if not self.done():
+            self._wait()
+        return super().exception(timeout)
+
+
+class SimulatedLoader(Loader):
+    """Copies that take link time beside steps, first come, first served; those that wait can be cancelled."""
+
+    def __init__(self, clock: SimulatedClock, seconds_per_copy: float) -> None:
+        self._clock, self._each = clock, seconds_per_copy
+        self._waiting: deque[tuple[_Copy, Callable[[], None]]] = deque()
+        self._current: tuple[_Copy, Callable[[], None]] | None = None
+        self._left = 0.0  # seconds that the current one still takes
+
+    def submit(self, copy: Callable[[], None]) -> Future[None]:
+        """See `Loader.submit`."""
+        future = _Copy(self._finish_all)
+        self._waiting.append((future, copy))
+        return future
+
+    def use(self, seconds: float) -> None:
+        """The link was free for so long."""
+        while self._begin():
+            if self._left > seconds:
+                self._left -= seconds
+                return
+            seconds -= self._left
+            self._end()
+
+    def close(self) -> None:
+        """See `Loader.close`."""
+        self._finish_all()
+
+    def _begin(self) -> bool:
+        """Start the next copy if none is under way; False if there is none."""
+        while self._current is None and self._waiting:
+            following = self._waiting.popleft()
+            if following[0].set_running_or_notify_cancel():
+                self._current, self._left = following, self._each
+        return self._current is not None
+
+    def _end(self) -> None:
+        assert self._current is not None
+        (future, copy), self._current = self._current, None
+        copy()
+        future.set_result(None)
+
+    def _finish_all(self) -> None:
+        while self._begin():
+            self._clock.advance(self._left)
+            self._end()
+
+
+class SimulatedResidency(Residency):
+    """Tables without contents; a device's own exchange of experts (`expert_fetch.resolve`) is `exchange`."""
+
+    @property
+    def fewest_visible(self) -> int:
+        """See `DeviceResidency.fewest_visible`."""
+        return int(self._visible().min())
+
+    @property
+    def absent_by_layer(self) -> list[int]:
+        """See `DeviceResidency.absent_by_layer`."""
+        return [self._host.num_experts - count for count in self._visible().tolist()]
+
+    def _visible(self) -> NDArray[np.int64]:
+        visible: NDArray[np.int64] = self.resident.sum(1)
+        return visible
+
+    def exchange(self, drawn: Drawn) -> int:
+        """Give absent experts that a step uses the pages of the lowest-ranked unused residents of their layer; returns the misses."""
+        missing = drawn.touched & ~self.resident
+        layers = np.flatnonzero(missing.any(1)).tolist()
+        scores = self._ranking.scores
+        for layer in layers:
+            wanted = np.flatnonzero(missing[layer])
+            spare = np.flatnonzero(self.resident[layer] & ~drawn.touched[layer])
+            count = min(len(wanted), len(spare))
+            wanted = wanted[np.argsort(-scores[layer, wanted], kind="stable")][:count]  # the others are in scratch for this step
+            spare = spare[np.argsort(scores[layer, spare], kind="stable")][:count]
+            self.entries[layer, wanted] = self.entries[layer, spare]
+            self.entries[layer, spare] = -1
+            self.resident[layer, wanted], self.resident[layer, spare] = True, False
+        return int(missing.sum())
+
+    def commit(self, *, wait: bool = False) -> None:
+        """See `Residency.commit`; what was exchanged in meanwhile is not needed a second time."""
+        for key in [key for key in self._loading if self.resident[key]]:
+            self._abandon(*key)
+        super().commit(wait=wait)
+
+    def _copy(self, layer: int, expert: int, pages: list[int]) -> None:
+        self._host.expert(layer, expert)
+
+    def _show(self, layer: int, expert: int, pages: list[int]) -> None:
+        self.entries[layer, expert] = pages
+        self.resident[layer, expert] = True
+
+    def _hide(self, layer: int, expert: int) -> None:
+        self.entries[layer, expert] = -1
+        self.resident[layer, expert] = False
