@@ -7,7 +7,7 @@ CODE := kernels models rimuru_cli tests
 # Two processes: torch takes seconds to import and most tests use one thread.
 PYTEST_ARGS ?= -n 2
 
-.PHONY: check lint format typing types imports shell test demo-recording picture wheel venv
+.PHONY: check lint format typing types imports shell test demo-recording picture elasticity wheel venv
 .DEFAULT_GOAL := check
 
 check: lint types imports shell test  ## everything that must pass before a commit

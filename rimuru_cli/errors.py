@@ -10,6 +10,7 @@ import errno
 import os
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 
 from rimuru_cli.output import Output
 from rimuru_models.errors import RimuruError
@@ -51,6 +52,12 @@ def explain(error: BaseException) -> Failure:
         return Failure(f"The Python package {missing} is missing, so this installation is incomplete.", "Run install.sh again.", 1)
     if isinstance(error, OSError):
         return _explain_os_error(error)
+    if isinstance(error, ValueError) and _is_of_the_hubs_settings(error):
+        return Failure(
+            f"A variable of huggingface_hub cannot be read: {_first_line(error)}.",
+            "Check HF_HUB_DOWNLOAD_TIMEOUT, HF_HUB_ETAG_TIMEOUT and the other HF_* variables.",
+            2,
+        )
     return Failure(
         f"Unexpected {type(error).__name__}: {_first_line(error)}",
         "This is a bug in rimuru. RIMURU_DEBUG=1 shows where it happened; please report that.",
@@ -106,6 +113,12 @@ def _is_torch_out_of_memory(error: BaseException) -> bool:
         return False
     text = str(error)
     return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in text or "not enough memory" in text
+
+
+def _is_of_the_hubs_settings(error: ValueError) -> bool:
+    """huggingface_hub reads its variables while it is imported, and what it cannot read ends the import."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and Path(frames[-1].filename).parts[-2:] == ("huggingface_hub", "constants.py")
 
 
 def _first_line(error: BaseException) -> str:

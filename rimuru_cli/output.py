@@ -179,7 +179,8 @@ class _Bar:
                 share,
             ]
         else:
-            layouts = [f"{stage}  {bar(done / total, 24)}  {amount}"]
+            share = format_share(min(done / total, 1.0))
+            layouts = [f"{stage}  {bar(done / total, width)}  {amount}" for width in (24, 10)] + [f"{stage}  {share}", share]
         text = next((layout for layout in layouts if display_width(layout) <= columns), layouts[-1])
         text = text.translate(_CONTROLS).replace("\n", " ")[:columns].rstrip()
         self._write("\r" + text.ljust(self.width))

@@ -145,7 +145,12 @@ def print_model(facts: Mapping[str, Any], out: Output) -> None:
 
 
 def _identity_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
-    places = {"demo": "built by rimuru", "cache": "in the shared cache", "folder": "local folder", "hub": "on the hub, not downloaded"}
+    places = {
+        "demo": "built by rimuru",
+        "cache": "in the shared cache",
+        "folder": "local folder",
+        "hub": "on the hub, not (or not all of it) downloaded",
+    }
     place = places[facts["place"]] + (f": {facts['path']}" if facts["path"] else "")
     lines = [("model", facts["name"]), ("where", place)]
     if facts["revision"] is not None:

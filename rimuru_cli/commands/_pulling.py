@@ -46,11 +46,11 @@ class Screen:
     def here(self, model: ResolvedModel) -> None:
         """Nothing to download."""
         if self._out.json:
-            self._event("result", model=model.name, commit=None, path=str(model.path), up_to_date=True, downloaded_bytes=0)
+            self._event("result", model=model.name, commit=model.revision, path=str(model.path), up_to_date=True, downloaded_bytes=0)
             return
         self._out.line(str(model.path))
         if self.talks:
-            what = "the demonstration model" if model.embedded else "a folder on this machine"
+            what = "the demonstration model" if model.embedded else "a folder on this machine" if model.revision is None else "here"
             self._out.note(f"{model.name} is {what}; there is nothing to download.")
 
     @contextlib.contextmanager
@@ -163,7 +163,8 @@ class Screen:
             self._out.note(f"{format_bytes(pulled.received_bytes)} downloaded and checked{rate}.", "green")
         else:
             self._out.note("Everything is here and up to date.", "green")
-        self._out.note(f"Next: rimuru chat {plan.origin.repository}{'' if plan.revision == 'main' else '@' + plan.revision}")
+        if not plan.objections:
+            self._out.note(f"Next: rimuru chat {plan.origin.repository}{'' if plan.revision == 'main' else '@' + plan.revision}")
 
     def _event(self, event: str, **values: Any) -> None:
         self._out.emit({"event": event, **values}, compact=True)

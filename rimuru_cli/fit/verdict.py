@@ -45,7 +45,19 @@ def check_fit(name: str, config: ModelConfig, index: CheckpointIndex | None = No
     }
     if isinstance(placement, Refusal):
         problem = placement.problem if passed_over is None else f"{placement.problem} No GPU is used: {passed_over}."
-        report |= {"runs": False, "device": None, "problem": problem, "hint": placement.hint, "assumptions": _assumptions(shape, machine)}
+        report |= {
+            "runs": False,
+            "device": None,
+            "gpu_not_used": passed_over,
+            "problem": problem,
+            "hint": placement.hint,
+            "memory": None,
+            "places": [],
+            "largest_context": 0,
+            "contexts": [],
+            "prompts": [],
+            "assumptions": _assumptions(shape, machine),
+        }
         return FitVerdict(False, None, f"does not run here: {_first_sentence(placement.problem)}", problem, placement.hint, report)
     headline = _headline(placement, machine)
     report |= {

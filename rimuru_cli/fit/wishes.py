@@ -9,6 +9,7 @@ from rimuru_cli.settings import MemorySize, parse_size
 from rimuru_models.errors import UsageError
 
 _MOST_GB_PER_S = 10_000.0
+_LEAST_BYTES = 1 << 20
 
 
 def wished_machine(*, vram: str | None, ram: str | None, link: str | None, machine: Machine | None = None) -> Machine:
@@ -43,9 +44,14 @@ def wished_machine(*, vram: str | None, ram: str | None, link: str | None, machi
 
 def _size(flag: str, text: str) -> MemorySize:
     try:
-        return parse_size(text)
+        size = parse_size(text)
     except UsageError as error:
         raise UsageError(f"{flag}: {error.what}", hint=error.hint) from error
+    if size.num_bytes is not None and size.num_bytes < _LEAST_BYTES:
+        raise UsageError(
+            f"{flag}: {text.strip()} is {size.num_bytes} bytes, far too little.", hint=f"Did you forget the unit, as in {flag} 12GiB?"
+        )
+    return size
 
 
 def _rate(text: str) -> float:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rimuru_cli.hub.download_plan import Plan, known_records, no_space
+from rimuru_cli.hub.download_plan import Plan, known_records, no_space, refused_by_the_disk
 from rimuru_cli.hub.integrity import hash_file
 from rimuru_cli.hub.patience import Cancelled
 from rimuru_cli.hub.pull_manifest import PulledFile, PullManifest, remember_renamed
@@ -140,14 +140,15 @@ class Download:
 
         Raises:
             VerificationError: the hub sends other content than it announces.
-            NoSpaceError: the disk became full.
-            NotFoundError, RimuruError: the hub refuses, or cannot be reached any more.
-            OSError: the cache cannot be written.
+            NoSpaceError: the disk became full, or takes no files as large.
+            NotFoundError, RimuruError: the hub refuses, or cannot be reached any more; the cache cannot be written.
+            OSError: anything else that the disk has to say.
         """
         began = time.monotonic()
         plan = self._plan
         self._hub.notice = lambda text: self._events.put(lambda: self._listener.notice(text))
-        plan.cache.prepare()
+        with self._disk_in_words():
+            plan.cache.prepare()
         # One job for each content; the largest first, so that none is left alone at the end.
         jobs = sorted({file.etag: file for file in plan.files}.values(), key=lambda file: -file.num_bytes)
         for file in jobs:
@@ -170,7 +171,7 @@ class Download:
         self._tell()
         if self._error is not None:
             raise self._error
-        with self._full_disk_in_words():
+        with self._disk_in_words():
             files = self._finish()
         path = plan.cache.snapshot(plan.origin.commit)
         return Pulled(path, files, self._tally.received, time.monotonic() - began)
@@ -237,7 +238,7 @@ class Download:
         """Make one file complete and right; False when another process has it."""
         cache, commit = self._plan.cache, self._plan.origin.commit
         try:
-            with cache.lock(file.etag), self._full_disk_in_words():
+            with self._disk_in_words(), cache.lock(file.etag):
                 how: How = "present"
                 path = cache.found(commit, file)
                 if path is not None and self._is_right(path, file):
@@ -245,6 +246,7 @@ class Download:
                 else:
                     how = "fetched" if path is None else "repaired"
                     self._fetch(file, damaged=path is not None)
+                cache.clear_parts(file.etag)
         except Busy:
             self._watch_other(file)
             return False
@@ -291,21 +293,25 @@ class Download:
             self._events.put(lambda: self._listener.notice(f"waiting for another process that has locked {file.name} ({lock})"))
 
     @contextlib.contextmanager
-    def _full_disk_in_words(self) -> Iterator[None]:
+    def _disk_in_words(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno in _FULL:
+                free = shutil.disk_usage(self._plan.cache.root).free
+                raise no_space(self._plan, max(1, self._plan.total_bytes - self._tally.done), free) from error
+            words = refused_by_the_disk(self._plan, error)
+            if words is None:
                 raise
-            free = shutil.disk_usage(self._plan.cache.root).free
-            raise no_space(self._plan, max(1, self._plan.total_bytes - self._tally.done), free) from error
+            raise words from error
 
     def _finish(self) -> dict[str, PulledFile]:
         """Make the snapshot, the manifest and the ref."""
         plan, cache = self._plan, self._plan.cache
         files: dict[str, PulledFile] = {}
         known = {r.etag: r.sha256 for m in PullManifest.all_of(plan.origin.repository) for r in m.files.values()}
-        ordered = sorted(plan.files, key=lambda file: (file.name == CONFIG, file.name))
+        # Weights first: by them `list` knows a snapshot that was cut short just now from what is no model.
+        ordered = sorted(plan.files, key=lambda file: (file.name == CONFIG, not file.name.endswith(".safetensors"), file.name))
         for number, file in enumerate(ordered):
             keep = any(later.etag == file.etag for later in ordered[number + 1 :])
             with self._patient_lock(file):

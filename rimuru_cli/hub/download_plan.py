@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,13 @@ from rimuru_cli.hub.remote_headers import narrow, read_config, read_headers
 from rimuru_cli.hub.repository_cache import RepositoryCache
 from rimuru_cli.hub.transfer import Origin
 from rimuru_models.config import ModelConfig
-from rimuru_models.errors import CheckpointError, NoSpaceError
+from rimuru_models.errors import CheckpointError, NoSpaceError, RimuruError
+
+_UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
+
+
+class CacheRefusedError(RimuruError):
+    """The cache takes nothing from us: it belongs to somebody else, is read-only, or is no folder."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +128,11 @@ def make_plan(hub: Hub, repository: str, revision: str, check_fit: FitCheck | No
     cache = RepositoryCache.of(info.repository)
     manifest = PullManifest.read(info.repository, info.commit)
     if manifest is not None:
-        # It was pulled before, so all questions have been answered; only what was damaged or deleted since is fetched.
-        return _checked_for_space(_plan(origin, repository, revision, cache, manifest.remote_files()))
+        # It was pulled before, so all questions have been answered; only what was damaged or deleted since is fetched. Where nothing is
+        # left of it (another tool deleted it) they are asked again.
+        plan = _plan(origin, repository, revision, cache, manifest.remote_files())
+        if CONFIG in plan.present:
+            return _checked_for_space(plan)
     selection = select(info.repository, hub.tree(info.repository, info.commit))
     beginnings = Beginnings(hub, origin, cache)
     _borrow(cache, repository, origin, selection.files)
@@ -215,6 +225,22 @@ def no_space(plan: Plan, needed: int, free: int) -> NoSpaceError:
     return NoSpaceError(
         f"{plan.origin.repository} {missing} on the disk of {plan.cache.root}.",
         hint="free some space (`rimuru list` shows what models take, `rimuru rm` deletes them), or let HF_HOME name a larger disk",
+    )
+
+
+def refused_by_the_disk(plan: Plan, error: OSError) -> RimuruError | None:
+    """The error for a cache whose disk is not full and yet takes nothing; None for what says nothing about that."""
+    root = plan.cache.root
+    if error.errno == errno.EFBIG:
+        return NoSpaceError(
+            f"The disk of {root} takes no file as large as those of {plan.origin.repository}.",
+            hint="FAT32 ends at 4 GiB a file, and `ulimit -f` may end sooner; let HF_HOME name another disk",
+        )
+    if error.errno not in _UNUSABLE:
+        return None
+    return CacheRefusedError(
+        f"The cache in {root} cannot be used: {error.strerror} ({error.filename or root}).",
+        hint="check who owns it, its permissions and what lies there, or let HF_HOME name another folder",
     )
 
 

@@ -115,6 +115,12 @@ def _cached(notes: _Notes) -> Iterator[LibraryModel]:
 def _of_repository(folder: Path, notes: _Notes) -> Iterator[LibraryModel]:
     """The snapshots of one repository. Parts of files belong to no snapshot yet; they are counted with the one that `main` means."""
     repository = folder.name.removeprefix(PREFIX).replace("--", "/", 1)
+    try:
+        os.listdir(folder)
+    except OSError as error:
+        look = Inspection(None, None, None, "unusable", f"its folder cannot be read ({error.strerror})")
+        yield replace(_model(repository, "cache", folder, look, notes), repository=repository)
+        return
     refs = _refs(folder / "refs")
     snapshots = _children(folder / "snapshots")
     unfinished = size_on_disk(path for path in _children(folder / "blobs", folders=False) if path.name.endswith(".incomplete"))

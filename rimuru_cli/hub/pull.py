@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from rimuru_cli.hub.download import Download, Listener, Pulled
-from rimuru_cli.hub.download_plan import Plan, finished_plan, in_words, make_plan
+from rimuru_cli.hub.download_plan import CacheRefusedError, Plan, finished_plan, in_words, make_plan
 from rimuru_cli.hub.fit import FitCheck
 from rimuru_cli.hub.manifest import Progress
 from rimuru_cli.hub.patience import UnreachableError
@@ -14,6 +14,8 @@ from rimuru_cli.hub.pull_manifest import PullManifest, renamed_to
 from rimuru_cli.hub.remote import Hub
 from rimuru_cli.hub.remote_files import COMMIT
 from rimuru_cli.hub.resolve import ResolvedModel, parse_repository, resolve_here
+from rimuru_cli.hub.snapshot import find_snapshot
+from rimuru_models.errors import NotFoundError, RimuruError
 
 
 class PullScreen(Listener, Protocol):
@@ -32,7 +34,7 @@ class PullScreen(Listener, Protocol):
         """Entered while files are fetched."""
 
     def here(self, model: ResolvedModel) -> None:
-        """It is a folder or the demonstration model: nothing to download."""
+        """It is a folder, the demonstration model, or what another tool downloaded: nothing to download."""
 
     def done(self, plan: Plan, pulled: Pulled) -> None:
         """The snapshot is there."""
@@ -75,7 +77,9 @@ def pull_model(name: str, screen: PullScreen, *, yes: bool, at_once: int, check_
         names = (repository, renamed_to(repository))
         finished = next((plan for one in names if one is not None and (plan := finished_plan(one, revision)) is not None), None)
         if finished is None:
-            raise
+            if not _shown_as_it_is(name, repository, revision, error, screen):
+                raise
+            return
         screen.notice(f"{error.what} What is here of {finished.origin.repository} is complete, but there may be a newer version.")
         screen.done(finished, as_it_is(finished))
         return
@@ -93,7 +97,25 @@ def pull_model(name: str, screen: PullScreen, *, yes: bool, at_once: int, check_
             kept = f"{in_words(download.kept_bytes)} of {in_words(plan.total_bytes)}"
             screen.notice(f"{kept} are kept; the same command goes on from there")
             raise
+        except CacheRefusedError as error:
+            if not _shown_as_it_is(name, plan.origin.repository, plan.origin.commit, error, screen):
+                raise
+            return
     screen.done(plan, pulled)
+
+
+def _shown_as_it_is(name: str, repository: str, revision: str, why: RimuruError, screen: PullScreen) -> bool:
+    """Show a snapshot that lacks nothing and that rimuru did not pull, since `why` keeps it from doing more; False when there is none."""
+    try:
+        found, folder = find_snapshot(repository, revision)
+    except NotFoundError:
+        return False
+    if PullManifest.read(found, folder.name) is not None:
+        return False
+    compare = f"`rimuru verify {name}` compares its checksums"
+    screen.notice(f"{why.what} What another tool downloaded of {found} is here; {compare}.")
+    screen.here(ResolvedModel(found, folder, folder.name, False))
+    return True
 
 
 def as_it_is(plan: Plan) -> Pulled:

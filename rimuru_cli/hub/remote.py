@@ -292,14 +292,21 @@ def _as_temporary(host: str) -> Iterator[None]:
         raise UnreachableError("HF_HUB_OFFLINE is set, so nothing can be asked of the hub.", hint="unset HF_HUB_OFFLINE") from None
     except httpx2.ProxyError:
         raise Temporary(f"the proxy on the way to {host} does not let us through", hint="check HTTPS_PROXY and NO_PROXY") from None
+    except ImportError:  # of the HTTP library, when it makes its session
+        raise UsageError(
+            f"The proxy on the way to {host} is a SOCKS proxy, which this installation cannot speak to.",
+            hint=f"unset {_proxy_variable() or 'ALL_PROXY'}, or let HTTPS_PROXY name an http:// proxy (many SOCKS proxies are one, too)",
+        ) from None
     except httpx2.ConnectError as error:
         if "CERTIFICATE" in str(error).upper():
             raise RimuruError(
                 f"The certificate of {host} cannot be trusted.",
                 hint="check the clock; behind a company proxy set SSL_CERT_FILE to its certificate",
             ) from None
+        proxy = _proxy_variable()
+        suspects = "HF_ENDPOINT" if proxy is None else f"HF_ENDPOINT, and the proxy that {proxy} names"
         raise Temporary(
-            f"{host} cannot be reached", hint="check the network connection and HF_ENDPOINT; what has arrived is kept"
+            f"{host} cannot be reached", hint=f"check the network connection and {suspects}; what has arrived is kept"
         ) from None
     except httpx2.TimeoutException:
         raise Temporary(f"{host} has stopped answering", hint="check the network connection; what has arrived is kept") from None
@@ -307,3 +314,9 @@ def _as_temporary(host: str) -> Iterator[None]:
         raise UsageError(f"{host} is not an address that can be asked.", hint="check HF_ENDPOINT") from None
     except (httpx2.HTTPError, httpx2.StreamError):
         raise Temporary(f"the connection to {host} broke off", hint="check the network connection; what has arrived is kept") from None
+
+
+def _proxy_variable() -> str | None:
+    """The variable that sends requests through a proxy, if there is one; never what it holds, which may be a password."""
+    names = (name for scheme in ("ALL", "HTTPS", "HTTP") for name in (f"{scheme}_PROXY", f"{scheme.lower()}_proxy"))
+    return next((name for name in names if os.environ.get(name)), None)

@@ -62,8 +62,11 @@ def refusal(status: int, headers: Mapping[str, str], asked: Asked) -> RimuruErro
         return NotFoundError(
             f"{asked.repository} has no branch, tag or commit {asked.revision!r}.", hint=f"{page}/commits/main lists what there is"
         )
-    if code == "EntryNotFound" and asked.file is not None:
-        return NotFoundError(f"{asked.repository} has no file {asked.file} at {asked.revision}.", hint=None)
+    if asked.file is not None and (code == "EntryNotFound" or (status == 404 and not code)):
+        return NotFoundError(
+            f"{asked.repository} has no file {asked.file} at {asked.revision}.",
+            hint=f"type the same command again; if that does not help, {host} contradicts its own list of files",
+        )
     if "invalid credentials" in message.lower() or (status == 401 and asked.token and code != "RepoNotFound"):
         return NotFoundError(
             f"{host} does not accept your token ({token_source()}): it is wrong, or has expired or been revoked.",

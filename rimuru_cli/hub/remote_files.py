@@ -40,6 +40,7 @@ _RESERVED = re.compile(r"(?:con|prn|aux|nul|conin\$|conout\$|com[0-9¹²³]|lpt[
 _DRIVE = re.compile(r"[A-Za-z]:")
 _FORBIDDEN = re.compile(r'[<>:"|?*\\]')
 _LONGEST_NAME, _LONGEST_PATH = 255, 1024
+_ANOTHER = "look for a repository that has config.json and *.safetensors side by side"
 
 
 @dataclass(frozen=True)
@@ -139,9 +140,10 @@ def _no_weights(repository: str, names: Sequence[str]) -> CheckpointError:
     inner = sorted(name for name in names if name.endswith(".safetensors"))
     if inner:
         return CheckpointError(
-            f"{repository} has weights in subfolders only ({inner[0]}), so it is not a language model that can be loaded."
+            f"{repository} has weights in subfolders only ({inner[0]}), so it is not a language model that can be loaded.",
+            hint=_ANOTHER,
         )
-    return CheckpointError(f"{repository} has no *.safetensors weights.")
+    return CheckpointError(f"{repository} has no *.safetensors weights.", hint=_ANOTHER)
 
 
 def check_names(repository: str, names: Sequence[str]) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rimuru_cli.hub.remote_files import RemoteFile
+from rimuru_models.errors import RimuruError
 
 # A part that another tool left may be written by a process that our lock does not stop; so it must have lain still for a while.
 _STILL_SECONDS = 60.0
@@ -134,16 +135,27 @@ class RepositoryCache:
         Only what has no holes is taken: some tools write a file from several places at once. Whoever calls holds the lock.
         """
         best, most = None, self.part_bytes(file)
-        for path in self.blobs.glob(f"{file.etag}.*.incomplete"):
-            with contextlib.suppress(OSError):
-                status = path.stat()
-                whole = getattr(status, "st_blocks", 0) * 512 >= status.st_size
-                still = time.time() - status.st_mtime > _STILL_SECONDS
-                if whole and still and most < status.st_size <= file.num_bytes:
-                    best, most = path, status.st_size
+        for path, status in self._left_behind(file.etag):
+            whole = getattr(status, "st_blocks", 0) * 512 >= status.st_size
+            if whole and most < status.st_size <= file.num_bytes:
+                best, most = path, status.st_size
         if best is not None:
             with contextlib.suppress(OSError):
                 os.replace(best, self.part(file.etag))
+
+    def clear_parts(self, etag: str) -> None:
+        """Remove what earlier attempts, ours or another tool's, left of a blob that is complete. Whoever calls holds the lock."""
+        for path in (self.part(etag), *(path for path, _ in self._left_behind(etag))):
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def _left_behind(self, etag: str) -> Iterator[tuple[Path, os.stat_result]]:
+        """Parts of a blob that other tools began and that nobody writes any more."""
+        for path in self.blobs.glob(f"{etag}.*.incomplete"):
+            with contextlib.suppress(OSError):
+                status = path.stat()
+                if time.time() - status.st_mtime > _STILL_SECONDS:
+                    yield path, status
 
     def borrow(self, commit: str, file: RemoteFile, path: Path | None) -> None:
         """Use a file that is elsewhere in the cache (under an older name of the repository, or in another commit's snapshot where there
@@ -179,6 +191,7 @@ class RepositoryCache:
 
         Raises:
             FileNotFoundError: neither blob nor file is there any more.
+            RimuruError: a folder lies where the file belongs.
         """
         from huggingface_hub.file_download import _create_symlink
 
@@ -192,6 +205,8 @@ class RepositoryCache:
         with contextlib.suppress(OSError):
             if pointer.samefile(blob):
                 return blob
+        if pointer.is_dir() and not pointer.is_symlink():
+            raise RimuruError(f"{pointer} is a folder, and a file belongs there.", hint="move it away, then type the same command again")
         pointer.parent.mkdir(parents=True, exist_ok=True)
         # Without links the blob itself moves into the snapshot, except where it is shared or another snapshot still links to it.
         _create_symlink(str(blob), str(pointer), new_blob=not (keep or blob.is_symlink() or self._is_linked(blob)))

@@ -73,7 +73,7 @@ def resolve_here(name: str | None, *, progress: Progress | None = None) -> Resol
         raise UsageError(f"The model's name {name!r} has control characters in it.", hint=_EXPECTED)
     path = _as_path(name)
     if path is not None and path.is_dir():
-        return _local(path)
+        return _local(path, name)
     if path is not None and path.exists():
         raise UsageError(
             f"{name} is a file; a model is a folder with config.json and *.safetensors.", hint=f"the folder it is in: {path.parent}"
@@ -99,16 +99,18 @@ def _looks_like_path(name: str) -> bool:
     return name in (".", "..", "~") or name.startswith(("./", "../", "~", "/", ".\\", "..\\", "\\")) or bool(_DRIVE.match(name))
 
 
-def _local(path: Path) -> ResolvedModel:
+def _local(path: Path, typed: str) -> ResolvedModel:
     if not (path / "config.json").is_file():
         hint = "name the folder that has config.json, tokenizer.json and *.safetensors"
         if any(path.glob("*.gguf")):
             hint = "GGUF files are not read: " + hint
         inner = sorted(child.parent for child in path.glob("*/config.json"))
         inner += sorted(child.parent for child in path.glob("snapshots/*/config.json"))
-        raise NotFoundError(
-            f"{path} is not a model folder: it has no config.json.", hint=did_you_mean([str(one) for one in inner[:3]]) or hint
-        )
+        hint = did_you_mean([str(one) for one in inner[:3]]) or hint
+        match = _REPOSITORY.fullmatch(typed)
+        if match is not None and match["revision"] is None:
+            hint += f"; if the repository of that name is meant: {typed}@main"
+        raise NotFoundError(f"{path} is not a model folder: it has no config.json.", hint=hint)
     return ResolvedModel(path.resolve().name or str(path), path, None, False)
 
 

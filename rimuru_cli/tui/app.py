@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any, ClassVar, Final
 
 from textual.app import App
 from textual.binding import Binding, BindingType
+from textual.css.query import NoMatches
 from textual.filter import ANSIToTruecolor, NoColor
 from textual.screen import Screen
 
@@ -27,6 +29,7 @@ from rimuru_cli.tui.screens.huge_page import HugePageScreen
 from rimuru_cli.tui.state import PoolState
 from rimuru_cli.tui.widgets.page_map import PageMap
 from rimuru_cli.tui.widgets.pool_view import PoolView
+from rimuru_cli.tui.widgets.strips import StripWidget
 
 THEMES: Final = (
     "textual-dark",
@@ -168,11 +171,13 @@ class RimuruApp(App[int]):
         if not self.screen_stack:  # leaving
             return
         screen = self.screen
-        if isinstance(screen, HugePageScreen):
-            screen.show_frame(everything=everything)
-            return
-        for view in screen.query(PoolView):
-            view.show_frame(everything=everything)
+        # A screen that is just being taken away has lost some of its parts already.
+        with contextlib.suppress(NoMatches):
+            if isinstance(screen, HugePageScreen):
+                screen.show_frame(everything=everything)
+                return
+            for view in screen.query(PoolView):
+                view.show_frame(everything=everything)
 
     def tell(self, text: str, seconds: float = 8.0) -> None:
         """Say something in the line at the bottom, or in a corner where there is none."""
@@ -289,8 +294,9 @@ class RimuruApp(App[int]):
         else:
             self.palette = Palette(self.palette.depth, theme.dark, background, foreground)
         for screen in self.screen_stack:
-            for view in screen.query(PoolView):
-                view.redraw()
+            for widget in screen.query(StripWidget):
+                widget.restyle()
+                widget.update_lines()
         self._draw(everything=True)
 
     # The ceiling and the zoom

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from rimuru_cli import output
 from rimuru_cli.output import Output, ReaderGone, bar, display_width, format_bytes, format_share, print_report, table
 
 
@@ -129,6 +130,17 @@ def test_progress_with_unknown_or_exceeded_total(monkeypatch: pytest.MonkeyPatch
         update("Waiting", 0, 0)
         update("Over", 30, 20)
     assert "Waiting" in terminal[1].getvalue() and "█" * 24 in terminal[1].getvalue()
+
+
+@pytest.mark.parametrize("columns", [20, 30, 40, 60, 100])
+def test_a_bar_that_is_half_full_looks_it_on_any_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    monkeypatch.setattr(output, "terminal_columns", lambda stream: columns)
+    with Output().progress() as update:
+        update("Checking what is here", 1 << 30, 2 << 30)
+    line = terminal[1].getvalue().split("\r")[1].rstrip()
+    assert display_width(line) < columns and line.count("█") == line.count("░")
+    assert "50 %" in line or "1.0 GiB of 2.0 GiB" in line
 
 
 @pytest.mark.parametrize(

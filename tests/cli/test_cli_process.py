@@ -266,3 +266,9 @@ def test_termination_restores_the_terminal(screens: type[Screen]) -> None:
     screen.wait_for(">>>")
     os.kill(screen.pid, signal.SIGTERM)
     assert screen.leave() == 143 and screen.echoes()
+
+
+def test_a_variable_of_huggingface_hub_that_cannot_be_read_is_no_bug_of_ours() -> None:
+    env = {**os.environ, "HF_HUB_DOWNLOAD_TIMEOUT": "soon"}
+    done = subprocess.run([sys.executable, "-m", "rimuru_cli", "list"], env=env, capture_output=True, text=True, encoding="utf-8")
+    assert (done.returncode, done.stdout) == (2, "") and "'soon'" in done.stderr and "HF_HUB_DOWNLOAD_TIMEOUT" in done.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import shutil
@@ -327,3 +328,35 @@ def test_what_cannot_run_is_not_what_to_type_next(
     monkeypatch.setattr("sys.stderr", screen)
     assert main(["pull", "org/name", "--yes"]) == 0
     assert "downloaded and checked" in screen.getvalue() and "Next:" not in screen.getvalue()
+
+
+def test_what_another_tool_deleted_is_looked_at_anew_before_it_is_fetched_again(
+    server: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert run(capsys, "pull", "org/name")[0] == 0
+    shutil.rmtree(tmp_path / "hub" / "models--org--name")
+    does_not_fit(monkeypatch)
+    server.log.clear()
+    code, out, err = run(capsys, "pull", "org/name")
+    assert (code, out) == (6, "") and "needs 99 GiB of memory. Nothing was downloaded." in err
+    assert not any(request.file == "tokenizer.json" for request in server.log)
+    assert run(capsys, "pull", "org/name", "--yes")[0] == 0
+
+
+def test_what_another_tool_downloaded_into_a_cache_that_only_it_may_write(
+    server: LoopbackHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import snapshot_download
+
+    from rimuru_cli.hub.repository_cache import RepositoryCache
+
+    def refuse(self: RepositoryCache) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "hub" / ".locks"))
+
+    folder = snapshot_download("org/name")
+    monkeypatch.setattr(RepositoryCache, "prepare", refuse)
+    code, out, err = run(capsys, "pull", "org/name")
+    assert (code, out) == (0, folder + "\n") and "cannot be used: Permission denied" in err and "rimuru verify org/name" in err
+    (Path(folder) / SHARD).unlink()
+    code, out, err = run(capsys, "pull", "org/name")
+    assert (code, out) == (1, "") and "cannot be used: Permission denied" in err, "not all of it is there"

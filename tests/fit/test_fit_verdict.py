@@ -56,6 +56,8 @@ def test_a_machine_without_the_memory() -> None:
     assert verdict.problem is not None and "No GPU is used: no NVIDIA driver answers here." in verdict.problem
     assert verdict.hint is not None
     assert verdict.report["runs"] is False and verdict.report["problem"] == verdict.problem
+    assert verdict.report.keys() == check_fit("big", QWEN, machine=DESKTOP).report.keys(), "programs find the same fields"
+    assert (verdict.report["largest_context"], verdict.report["contexts"]) == (0, [])
 
 
 def test_a_small_card_beside_much_memory_says_why_it_is_not_used() -> None:

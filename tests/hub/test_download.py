@@ -20,7 +20,10 @@ from loopback_setup import assert_pulled, connect
 
 from rimuru_cli.hub import download, repository_cache, transfer
 from rimuru_cli.hub.download import Download, Status
+from rimuru_cli.hub.library import find_models
 from rimuru_cli.hub.pull_manifest import PullManifest
+from rimuru_cli.hub.remote_files import RemoteFile
+from rimuru_cli.hub.repository_cache import RepositoryCache
 from rimuru_cli.hub.resolve import resolve_model
 from rimuru_models.errors import NoSpaceError, NotFoundError, RimuruError, VerificationError
 
@@ -298,7 +301,12 @@ def test_a_cache_that_cannot_be_written(server: LoopbackHub, tmp_path: Path, mon
 
 @pytest.mark.parametrize(
     ("number", "words", "code"),
-    [(errno.EROFS, "cannot be used: Read-only", 1), (errno.EACCES, "cannot be used: Permission", 1), (errno.EFBIG, "no file as large", 5)],
+    [
+        (errno.EROFS, "cannot be used: Read-only", 1),
+        (errno.EACCES, "cannot be used: Permission", 1),
+        (errno.EISDIR, "cannot be used: Is a", 1),
+        (errno.EFBIG, "no file as large", 5),
+    ],
 )
 def test_what_the_disk_refuses_is_said(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch, number: int, words: str, code: int) -> None:
     def refuse(self: transfer.PartFile, offset: int, data: bytes) -> None:
@@ -377,3 +385,23 @@ def test_without_a_place_for_the_manifest_the_model_is_whole_all_the_same(
     server.log.clear()
     again, ear = pull()
     assert again.received_bytes == 0 and set(ear.files.values()) == {"present"}
+
+
+@pytest.mark.parametrize("links", [1, 4, 9])
+def test_a_snapshot_that_was_cut_short_while_it_was_made_shows(server: LoopbackHub, monkeypatch: pytest.MonkeyPatch, links: int) -> None:
+    link, left = RepositoryCache.link, links
+
+    def torn(self: RepositoryCache, commit: str, file: RemoteFile, *, keep: bool = False) -> Path:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        return link(self, commit, file, keep=keep)
+
+    monkeypatch.setattr(RepositoryCache, "link", torn)
+    with pytest.raises(KeyboardInterrupt):
+        pull()
+    (model,) = find_models()
+    assert (model.repository, model.status) == ("org/name", "incomplete")
+    monkeypatch.setattr(RepositoryCache, "link", link)
+    assert_pulled(pull()[0].path, FILES)

@@ -302,14 +302,14 @@ def test_a_repository_that_cannot_be_read_is_listed_with_the_reason(cache: Path,
     put_in_cache(cache, "org/small", model_files())
     closed = cache / "models--org--closed"
     (closed / "snapshots").mkdir(parents=True)
-    scandir = os.scandir
+    listdir = os.listdir
 
-    def refuse(path: str | Path = ".") -> object:
+    def refuse(path: str | Path = ".") -> list[str]:
         if Path(path) == closed:
             raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
+        return listdir(path)
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "listdir", refuse)
     look = by_name()["org/closed"].inspection
     assert (look.status, look.why_not) == ("unusable", "its folder cannot be read (Permission denied)")
     assert by_name()["org/small"].status == "ready"

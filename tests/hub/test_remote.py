@@ -15,7 +15,7 @@ from loopback_setup import connect
 from rimuru_cli.hub import patience, remote
 from rimuru_cli.hub.patience import Cancelled, UnreachableError
 from rimuru_cli.hub.remote import Hub
-from rimuru_models.errors import RimuruError
+from rimuru_models.errors import RimuruError, UsageError
 
 
 @pytest.fixture

@@ -89,6 +89,16 @@ def test_a_folder_without_config_says_what_it_lacks() -> None:
     assert str(here / "outer" / "inner") in str(caught.value.hint)
 
 
+def test_a_folder_that_only_has_the_name_of_a_repository_does_not_hide_it() -> None:
+    (Path.cwd() / "org" / "name").mkdir(parents=True)
+    with pytest.raises(NotFoundError, match="not a model folder") as caught:
+        resolve_model("org/name")
+    assert "org/name@main" in str(caught.value.hint)
+    with pytest.raises(NotFoundError) as caught:
+        resolve_model("./org/name")
+    assert "@main" not in str(caught.value.hint), "a path was meant"
+
+
 def test_a_file_is_not_a_model() -> None:
     model(Path.cwd() / "m")
     with pytest.raises(UsageError, match="is a file"):

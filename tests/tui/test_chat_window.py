@@ -178,17 +178,13 @@ async def test_long_answers_are_followed_and_can_be_scrolled() -> None:
         await ready(app, pilot)
         await pilot.press(*"hi", "enter")
         await until(pilot, lambda: "TTFT" in talk_of(app))
-        await pilot.pause()
-        assert "line 59" in screen_text(app) and "line 5\n" not in screen_text(app)
+        await until(pilot, lambda: "line 59" in screen_text(app) and "line 5\n" not in screen_text(app), "following")
         await pilot.press("pageup", "pageup")
-        await pilot.pause()
-        assert "line 59" not in screen_text(app)
+        await until(pilot, lambda: "line 59" not in screen_text(app), "scrolling away")
         await pilot.press("pagedown", "pagedown", "pagedown")
-        await pilot.pause()
-        assert "line 59" in screen_text(app)
+        await until(pilot, lambda: "line 59" in screen_text(app), "scrolling back")
         await pilot.resize_terminal(90, 24)
-        await pilot.pause()
-        assert "line 59" in screen_text(app)
+        await until(pilot, lambda: "line 59" in screen_text(app), "following in another size")
 
 
 async def test_reasoning_and_control_characters() -> None:

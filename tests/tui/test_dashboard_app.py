@@ -314,6 +314,8 @@ async def test_themes_go_round_and_recolour_everything() -> None:
             strips = app.screen.query_one(PageMap)._lines
             grounds.add(str(strips[0]._segments[0].style))
             assert app.palette.dark == app.current_theme.dark
+            (below,) = {s.style.bgcolor.name for s in app.screen._compositor.render_strips()[-1] if s.style and s.style.bgcolor}
+            assert below == app.palette.background.lower(), "the line of keys, too"
             await pilot.press("t")
             await pilot.pause()
         assert tuple(names) == THEMES and app.theme == THEMES[0] and len(grounds) == len(THEMES)

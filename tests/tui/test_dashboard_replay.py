@@ -45,9 +45,12 @@ async def test_a_recording_plays_pauses_winds_and_ends(tmp_path: Path) -> None:
         await pilot.pause(0.3)
         assert app.pool.frame is early, "paused"
         await pilot.press("full_stop")
-        await pilot.pause(0.3)
-        now[0] += 1.0  # words are drawn twice a second
-        await until(pilot, lambda: "paused 0:10" in screen_text(app))
+
+        def wound_on() -> bool:
+            now[0] += 0.6  # words are drawn twice a second, and a paused recording does not mind
+            return "paused 0:10" in screen_text(app)
+
+        await until(pilot, wound_on)
         await until(pilot, lambda: app.pool.frame is not early)
         later = app.pool.frame
         await pilot.press("comma")

@@ -8,7 +8,7 @@ import pytest
 from tui_parts import HandPlayback, HandSource, entry_of, new_app, played, screen_text, show, small_engine, until
 
 from rimuru_cli.engine.telemetry.frame import CeilingAnswer
-from rimuru_cli.tui.messages import SourceFailed, SourceStatus
+from rimuru_cli.tui.messages import FrameArrived, SourceFailed, SourceStatus
 from rimuru_cli.tui.screens.dialogs import EnginesScreen
 from rimuru_cli.tui.widgets.page_map import PageMap
 from rimuru_cli.tui.widgets.status import DetailLine
@@ -185,6 +185,22 @@ async def test_leaving(keys: tuple[str, ...], code: int) -> None:
         await pilot.press(keys[-1])
         await pilot.pause()
     assert (app.return_value or 0) == code and source.closed == 1
+
+
+async def test_frames_that_arrive_while_leaving_are_no_fault() -> None:
+    app = new_app()
+    async with app.run_test(size=(100, 30)) as pilot:
+        await show(pilot, *FRAMES)
+        await pilot.press("enter")
+        await pilot.pause()
+        await app.screen.query("*").remove()
+        app.post_message(FrameArrived(FRAMES[-1], app.pool.status))
+        await pilot.pause()
+        app.pop_screen()
+        await app.screen.query("TitleLine").remove()
+        app.post_message(FrameArrived(FRAMES[-1], app.pool.status))
+        await pilot.pause()
+    assert app.failure is None
 
 
 async def test_a_source_that_fails_ends_the_app_with_its_error() -> None:

@@ -132,7 +132,11 @@ class Transcript(ScrollView, can_focus=True):
     def _follow(self) -> None:
         """Stay at the end, unless the person scrolled away from it. There may be no scroll bar before the new size is known."""
         if self._following:
-            self.call_after_refresh(self.scroll_end, animate=False, immediate=True)
+            self.call_after_refresh(self._to_end)
+
+    def _to_end(self) -> None:
+        if self._following:  # the person may have scrolled meanwhile
+            self.scroll_end(animate=False, immediate=True)
 
     def watch_scroll_y(self, old_value: float, new_value: float) -> None:
         """Scrolling to the end is the wish to follow it, scrolling anywhere else is not."""
