@@ -14,7 +14,6 @@ import psutil
 import torch
 
 from rimuru_cli.engine.describe import context_notices, context_reason
-from rimuru_cli.engine.experts.streaming import LoadingBuffers
 from rimuru_cli.engine.memory.allocator import MAX_POOL_BYTES
 from rimuru_cli.engine.memory.division import Wanted
 from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind
@@ -163,8 +162,8 @@ def shrink_pool(parts: Parts, pool_bytes: int) -> tuple[int, int, int, int]:
     """
     pool, blocks, residency = parts.pool, parts.blocks, parts.residency
     allocator, geometry = pool.allocator, pool.geometry
-    if not isinstance(parts.buffers, LoadingBuffers):
-        parts.buffers.close()  # lent pages, which the next step lends again
+    if parts.lent is not None:
+        parts.lent.close()  # the next step lends them again
     residency.settle()
     pool.limit(pool_bytes)
     try:

@@ -36,7 +36,7 @@ from rimuru_cli.engine.sequence import Sequence as TokenSequence
 from rimuru_cli.engine.stats import CEILING_LOWERED, AdjusterEvent, EngineInfo, Snapshot, Tally, Work
 from rimuru_cli.engine.telemetry.collect import Watched
 from rimuru_cli.engine.telemetry.publish import Publisher
-from rimuru_cli.engine.turns import in_turn
+from rimuru_cli.engine.turns import in_turn, undisturbed
 from rimuru_cli.engine.worth import Worth
 from rimuru_models.errors import DoesNotFitError, UsageError
 
@@ -128,13 +128,16 @@ class Engine:
         return bool(self._sequences)
 
     @in_turn
+    @undisturbed()
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams) -> Request:
         """Queue a prompt.
 
         Raises:
-            UsageError: an empty prompt or token ids outside the vocabulary.
+            UsageError: an empty prompt or token ids outside the vocabulary, or the engine is closed.
             DoesNotFitError: the prompt leaves no room for an answer in the context that model and pool allow.
         """
+        if self._closed:
+            raise UsageError("The engine is closed, so it answers nothing any more.")
         vocab = self._parts.model.config.vocab_size
         prompt = tuple(int(t) for t in prompt_ids)
         if not prompt:
@@ -148,7 +151,9 @@ class Engine:
             raise DoesNotFitError(_too_long(len(prompt), self.info), hint=_LONGER[self.info.context_reason])
         request = Request(next(self._ids), prompt, params)
         request.timings.prompt_tokens = len(prompt)
-        longest = limit if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
+        # Without an end of its own it goes as far as the ceiling of that time allows, see `_accept`.
+        furthest = min(self.info.model_context, self._config.context or self.info.model_context)
+        longest = furthest if params.max_tokens is None else min(limit, len(prompt) + params.max_tokens)
         sequence = TokenSequence(request, list(prompt), longest)
         self._sequences[request.id] = sequence
         self._samplers[request.id] = SamplerState(params, prompt, device=self._parts.device)
@@ -160,10 +165,37 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[TokenOutput]:
         """Compute one batch and return the tokens it produced; an empty list if there was nothing to do or only prompts were computed."""
-        began = self._now()
-        parts = self._parts
-        waited = parts.residency.waited
-        parts.residency.commit()
+        began, runner = self._now(), self._parts.runner
+        outputs: list[TokenOutput] | None = None
+        with undisturbed():
+            plan = self._plan()
+        if not plan:
+            return []
+        sampling = [rows.sequence for rows in plan if rows.samples]
+        try:
+            logits = runner.forward(plan)
+            states = [self._samplers[s.request.id] for s in sampling]
+            tokens = [] if logits is None else sample(logits, states, runner.launch_ahead)
+            # Only now, so that a step that fails can be tried again: a sequence whose newest token is computed always has a next one.
+            with undisturbed():
+                self._count_rows(plan)
+                self._scheduler.computed(plan)
+                outputs = [self._accept(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
+        except BaseException:
+            if outputs is None:
+                with undisturbed():
+                    self._scheduler.torn(plan)
+            raise
+        self._work.add_step(self._now() - began)
+        if self._publisher is not None:
+            self._publisher.stepped()
+        return outputs
+
+    def _plan(self) -> list[ScheduledRows]:
+        """The rows of the next step, their pages taken and experts moved as it is best for them."""
+        began, residency = self._now(), self._parts.residency
+        waited = residency.waited
+        residency.commit()
         self._handed_over(0, began, waited)
         plan = self._scheduler.schedule()
         if not plan:
@@ -175,22 +207,7 @@ class Engine:
             if clock.started is None:
                 clock.started = now
                 rows.sequence.request.timings.cached_tokens = rows.sequence.computed
-        sampling = [rows.sequence for rows in plan if rows.samples]
-        try:
-            logits = parts.runner.forward(plan)
-            states = [self._samplers[s.request.id] for s in sampling]
-            tokens = [] if logits is None else sample(logits, states, parts.runner.launch_ahead)
-        except BaseException:
-            self._scheduler.torn(plan)
-            raise
-        # Only now, so that a step that fails can be tried again: a sequence whose newest token is computed always has a next one.
-        self._count_rows(plan)
-        self._scheduler.computed(plan)
-        outputs = [self._accept(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
-        self._work.add_step(self._now() - began)
-        if self._publisher is not None:
-            self._publisher.stepped()
-        return outputs
+        return plan
 
     def generate(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[int]:
         """Tokens of one answer as they come; closing the iterator cancels the request."""
@@ -204,6 +221,7 @@ class Engine:
             self.cancel(request)
 
     @in_turn
+    @undisturbed()
     def cancel(self, request: Request) -> None:
         """End a request now; its pages are kept for reuse or freed. Does nothing if it ended already."""
         sequence = self._sequences.get(request.id)
@@ -222,6 +240,7 @@ class Engine:
         self._publisher = publisher
 
     @in_turn
+    @undisturbed()
     @torch.inference_mode()
     def set_memory(self, ceiling_bytes: int) -> MemoryChange:
         """Change the memory ceiling between two steps, also in the middle of answers; what they say does not change.
@@ -274,6 +293,7 @@ class Engine:
         )
 
     @in_turn
+    @undisturbed()
     def forget(self) -> None:
         """Give up all text that is kept only for reuse: the next prompts are computed from their first token."""
         self._forget_kept()
@@ -308,6 +328,7 @@ class Engine:
         """All tables agree: allocator, resident experts, loading buffers, token blocks. Raises AssertionError otherwise."""
         self._allocator.check_integrity()
         self._parts.residency.check_integrity()
+        self._parts.blocks.check_integrity()
         held = {id(b): b for s in self._sequences.values() for b in s.blocks}
         recurrent = self._parts.recurrent
         if recurrent is not None:
@@ -380,10 +401,15 @@ class Engine:
 
     def _make_room(self, num_pages: int) -> bool:
         """Retire experts until `num_pages` KV pages are free; changes nothing and returns False if the floor does not allow it."""
-        residency = self._parts.residency
+        residency, lent = self._parts.residency, self._parts.lent
         lacking = num_pages - self._allocator.available(PageKind.KV)
-        if num_pages > self._kv_allowance() or lacking > residency.shrinkable * residency.pages_per_expert * self._kv_per_block:
+        beyond = lacking - residency.shrinkable * residency.pages_per_expert * self._kv_per_block
+        if num_pages > self._kv_allowance() or beyond > (lent.num_pages * self._kv_per_block if lent is not None else 0):
             return False
+        if beyond > 0 and lent is not None:
+            # Loading buffers take what is free, also more than the least that is set aside for them.
+            lent.close()
+            lacking = num_pages - self._allocator.available(PageKind.KV)
         while lacking > 0:
             self._adjust(required_blocks=-(-lacking // self._kv_per_block))
             lacking = num_pages - self._allocator.available(PageKind.KV)

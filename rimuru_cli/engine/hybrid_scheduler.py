@@ -58,6 +58,8 @@ class HybridScheduler(Scheduler):
                 states = sequence.keeping.pop(place, None)
                 if states is not None:
                     path = self._blocks.remember(sequence.blocks[: place // size], sequence.tokens[:place])
+                    if self._blocks.adopt(sequence.blocks, path):
+                        sequence.forget_rows()
                     self._bookmarks.keep(states, path, place)
         self._space.trim()
 

@@ -148,6 +148,18 @@ class KVBlocks:
             path.append(known)
         return path
 
+    def adopt(self, blocks: list[TokenBlock], path: Sequence[TokenBlock]) -> bool:
+        """Exchange a holder's blocks for those of the tree, as `remember` gave them, and free its own: who goes on holding a block must
+        hold the ones before it. Returns whether any was exchanged."""
+        exchanged = False
+        for index, known in enumerate(path):
+            own = blocks[index]
+            if own is not known:
+                self.hold(known)
+                blocks[index], exchanged = known, True
+                self.release([own])
+        return exchanged
+
     def release(self, blocks: Sequence[TokenBlock]) -> None:
         """Give up one use of each block; blocks of the tree stay for reuse, others are freed."""
         # Last block first, so that the end of a text is given up before its beginning.
@@ -177,6 +189,12 @@ class KVBlocks:
             freed += self.num_layers
         return freed
 
+    def check_integrity(self) -> None:
+        """Blocks without users are those kept for reuse, and nobody holds what lies behind them; raises AssertionError otherwise."""
+        for block, _ in self.walk():
+            assert (block.users == 0) == (block in self._idle), "a block is idle and held, or neither"
+            assert block.users or not any(child.users for child in block.children.values()), "a block is held, but not the one before it"
+
     def walk(self) -> Iterator[tuple[TokenBlock, int]]:
         """All blocks of the tree, each with the number of blocks before it in its text."""
         level = [(block, 0) for block in self._roots.values()]
@@ -192,8 +210,7 @@ class KVBlocks:
         """
         if not pages:
             return
-        targets = self._pool.allocate(PageKind.KV, len(pages))
-        self._pool.move(PageKind.KV, pages, targets)
+        targets = self._pool.moved(PageKind.KV, pages)
         self.table.move(pages, targets)
         self.moves += 1
         self._pool.free(pages)

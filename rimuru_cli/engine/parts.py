@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rimuru_cli.engine.experts.residency import Residency
+from rimuru_cli.engine.experts.streaming import LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.geometry import PageKind
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from rimuru_cli.engine.device.streaming import ScratchPages
     from rimuru_cli.engine.experts.executor import PooledExperts
     from rimuru_cli.engine.experts.host_store import HostStore
-    from rimuru_cli.engine.experts.streaming import LoadingBuffers
     from rimuru_cli.engine.memory.allocator import PageAllocator
     from rimuru_cli.engine.model_runner import ModelRunner
     from rimuru_cli.engine.room import Room
@@ -78,6 +78,11 @@ class Parts:
     link_rate: float | None = None
     # Seconds from any moment on: the machine's, or those of a simulation.
     clock: Callable[[], float] = time.perf_counter
+
+    @property
+    def lent(self) -> ScratchPages | None:
+        """Pages that are lent to steps and can be called in between two of them; None where there are loading buffers at all times."""
+        return None if isinstance(self.buffers, LoadingBuffers) else self.buffers
 
     @property
     def device(self) -> torch.device:

@@ -118,11 +118,11 @@ class Scheduler:
         """Make sure that so many blocks can be allocated now, without preempting anyone; changes nothing and returns False if not.
 
         Blocks kept for reuse go first, experts only for what is lacking beyond them, and for a sequence, `whole` blocks long, that is worth
-        it; whether the experts' floor allows it is asked before anything is given up.
+        it (0: it is alone, and nobody asks); whether the experts' floor allows it is asked before anything is given up.
         """
         wanted, idle = num_blocks * self._blocks.num_layers, self._blocks.idle_pages
         lacking = self._available_pages() + idle < wanted
-        if lacking and not (self._worth(whole) and self._make_room(wanted - idle)):
+        if lacking and not ((not whole or self._worth(whole)) and self._make_room(wanted - idle)):
             return False
         self._blocks.evict(wanted - self._available_pages())
         return True
@@ -133,7 +133,7 @@ class Scheduler:
         if wanted <= 0:
             return True
         # Worth it or not is the youngest, who would have to give way.
-        while not self._room(wanted, len(self.running[-1].blocks) + wanted):
+        while not self._room(wanted, len(self.running[-1].blocks) + wanted if len(self.running) > 1 else 0):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
@@ -158,11 +158,12 @@ class Scheduler:
         wanted = self._blocks.blocks_for(len(sequence.tokens)) - shared
         if match.partial is not None:
             self._blocks.hold(match.partial)
-        fits = self._room(wanted + spare, wanted)
+        whole = wanted if self.running else 0
+        fits = self._room(wanted + spare, whole)
         if not fits and match.partial is not None:
             self._blocks.release([match.partial])
             match.partial, match.partial_tokens = None, 0
-            fits = self._room(wanted + spare, wanted)
+            fits = self._room(wanted + spare, whole)
         if not fits:
             self._blocks.release(match.blocks)
             assert self.running, "a sequence that was accepted does not fit into the pool on its own"

@@ -62,6 +62,10 @@ class Sequence:
         assert self._rows is not None, "a scheduled sequence has blocks"
         return self._rows
 
+    def forget_rows(self) -> None:
+        """Some of the blocks are others now."""
+        self._filed = 0
+
     def drop_blocks(self) -> None:
         """Forget all blocks, and with them everything computed."""
         self.blocks, self._rows, self._filed = [], None, 0

@@ -109,8 +109,7 @@ class StateBlocks:
             for kind, runs in ((PageKind.SSM, block.ssm), (PageKind.CONV, block.conv)):
                 for index, run in enumerate(runs):
                     if self._pool.allocator.huge_page_of(run[0]) in huge_pages:
-                        (target,) = self._pool.allocate_runs(kind, 1, len(run))
-                        self._pool.move(kind, run, target)
+                        target = self._pool.moved(kind, run, run=True)
                         runs[index] = target
                         self._pool.free(run)
                         moved += len(run)

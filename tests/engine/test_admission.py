@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
+from elastic import CONTEXT, prompts_of
+from engines import GREEDY, assert_all_free, load_engine, resident_tokens, run_all
 
 from rimuru_cli.engine.admission import PACED_FROM, AdmissionStats, eager, paced
+from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.geometry import PageKind, PoolGeometry
 from rimuru_cli.engine.memory.page_pool import PagePool

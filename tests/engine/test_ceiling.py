@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import signal
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import psutil
 import pytest
@@ -15,7 +20,7 @@ from tiny_checkpoints import FAMILIES, write_tiny_checkpoint
 
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.engine import Engine
-from rimuru_cli.engine.experts.adjuster import Decision
+from rimuru_cli.engine.experts.adjuster import Decision, hold
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.backing import PlainBacking
 from rimuru_cli.engine.memory.geometry import PageKind
@@ -235,4 +240,85 @@ def test_scattered_pages_are_gathered_before_a_ceiling_is_refused(qwen3: Path, m
     assert gathered and gathered[0] > 0, "nothing was scattered, so nothing was tested"
     run_all(engine)
     assert requests[0].output_ids == resident_tokens(qwen3, prompts[0], 61)
+    assert_all_free(engine)
+
+
+def test_ctrl_c_waits_until_the_ceiling_has_moved(qwen3: Path, config: EngineConfig) -> None:
+    """Whatever it comes into the middle of: pages have owners, memory is where the tables say, and the answer goes on."""
+    engine = load_engine(qwen3, 0.5, config)
+    request = engine.submit(prompts_of()[1], replace(GREEDY, max_tokens=60))
+    highest, low = _room_for_all(engine), False
+    for nth in range(1, 400, 9):
+        calls = itertools.count(1)
+
+        def press(frame: FrameType, event: str, arg: object, calls: Iterator[int] = calls, nth: int = nth) -> None:
+            if next(calls) == nth:
+                signal.raise_signal(signal.SIGINT)
+
+        engine.step()
+        low = not low
+        ceiling, was = engine.least_memory if low else highest, engine.info.memory_bytes
+        before = sys.gettrace()
+        pressed = False
+        try:
+            sys.settrace(press)
+            engine.set_memory(ceiling)
+        except KeyboardInterrupt:
+            pressed = True
+        finally:
+            sys.settrace(before)
+        engine.check_integrity()
+        assert pressed == (next(calls) > nth)
+        assert engine.info.memory_bytes == ceiling or (engine.info.memory_bytes == was and nth < 20), "only before it began"
+        assert engine.info.pool_bytes == engine._parts.plan.pool == engine._parts.pool.num_bytes
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    run_all(engine)
+    assert request.output_ids == resident_tokens(qwen3, prompts_of()[1], 60)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("kind", [PageKind.KV, PageKind.EXPERT])
+def test_a_copy_that_fails_on_the_way_leaves_no_page_behind(
+    kind: PageKind, qwen3: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(qwen3, 1.0, replace(config, adjuster=hold))
+    request = engine.submit(prompts_of()[0], replace(GREEDY, max_tokens=40))
+    while len(request.output_ids) < 5:
+        engine.step()
+    pool, before = engine._parts.pool, engine.info
+    move = pool.move
+
+    def fail(moved: PageKind, *args: object) -> None:
+        if moved is kind:
+            raise torch.OutOfMemoryError("no room for the copy")
+        move(moved, *args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(pool, "move", fail)
+        if kind is PageKind.KV:
+            engine.set_memory(engine.least_memory)
+        residency = engine._parts.residency
+        residency.shrink(1)
+        residency.move(residency.entries[residency.resident][0].tolist())
+    engine.check_integrity()
+    assert engine.info == before and pool.num_bytes == before.pool_bytes
+    run_all(engine)
+    assert request.output_ids == resident_tokens(qwen3, prompts_of()[0], 40)
+    assert_all_free(engine)
+
+
+def test_an_answer_without_an_end_of_its_own_goes_on_under_a_higher_ceiling(tmp_path: Path, config: EngineConfig) -> None:
+    folder = write_tiny_checkpoint(tmp_path / "m", "qwen3_moe", max_position_embeddings=4096)
+    engine = load_engine(folder, 0.0, replace(config, context=600, max_batch_tokens=64, device_batch_tokens=64))
+    first = engine.info.context_limit
+    assert first < 600
+    prompt = [(7 * i + i * i) % 128 for i in range(first - 8)]
+    endless, promised = (engine.submit(prompt, replace(GREEDY, max_tokens=count)) for count in (None, 50))
+    while len(endless.output_ids) < 3:
+        engine.step()
+    engine.set_memory(_room_for_all(engine))
+    assert engine.info.context_limit == 600
+    run_all(engine)
+    assert endless.num_tokens == 600 and promised.num_tokens == first
+    assert endless.output_ids == resident_tokens(folder, prompt, 600 - len(prompt))
     assert_all_free(engine)

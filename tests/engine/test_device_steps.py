@@ -20,6 +20,7 @@ from rimuru_cli.engine.device.experts import DeviceExperts
 from rimuru_cli.engine.device.link import LinkRates, on_demand_is_quicker
 from rimuru_cli.engine.device.plan import buffer_experts
 from rimuru_cli.engine.device.replay import ReplayedRouting
+from rimuru_cli.engine.device.runner import DeviceRunner, _Captured
 from rimuru_cli.engine.device.streaming import ScratchPages
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.memory.geometry import PageKind
@@ -302,3 +303,62 @@ def test_guesses_stand_a_random_adjuster_and_a_second_sequence(qwen3: Path, conf
     assert second.output_ids == resident_tokens(qwen3, [2, 7], 6)
     assert first.expert_hits + second.expert_hits == engine.snapshot().expert_hits
     assert_all_free(engine)
+
+
+def test_buffers_come_back_for_a_conversation_that_needs_their_pages(tmp_path: Path, config: EngineConfig) -> None:
+    """They hold more than the least while there is room; the last blocks of the longest conversation are in that."""
+    folder = write_tiny_checkpoint(tmp_path / "m", "qwen3_moe", num_experts=32, num_experts_per_tok=2)
+    engine = load_engine(folder, 0.0, replace(config, context=508, device_batch_tokens=256))
+    prompt = [(7 * i + i * i) % 128 for i in range(480)]  # whole blocks, so that the first token said needs another
+    request = engine.submit(prompt, replace(GREEDY, max_tokens=28))
+    run_all(engine)
+    assert request.output_ids == resident_tokens(folder, prompt, 28)
+    assert engine.snapshot().preemptions == 0
+    assert_all_free(engine)
+
+
+def test_a_step_in_vain_leaves_the_ranking_as_it_was(qwen3: Path, config: EngineConfig) -> None:
+    scores = []
+    for ahead in (True, False):
+        engine = load_engine(qwen3, 1.0, config)
+        if not ahead:
+            engine._parts.runner.launch_ahead = None  # type: ignore[method-assign, assignment]
+        for prompt in ([5, 6, 7], [9, 4]):
+            request = engine.submit(prompt, replace(GREEDY, max_tokens=30))
+            while len(request.output_ids) < 6:
+                engine.step()
+            engine.cancel(request)
+        answer(engine, [1, 2], replace(GREEDY, max_tokens=3))
+        scores.append(engine._parts.residency.tables.scores.cpu())  # type: ignore[union-attr]
+        engine.close()
+    assert torch.equal(*scores), "what was computed in vain was counted"
+
+
+def test_graphs_of_a_recording_go_with_it(qwen3: Path, config: EngineConfig) -> None:
+    """A graph reads the recording where it lay when it was captured; another one may lie there later."""
+    engine = load_engine(qwen3, 1.0, config)
+    runner, experts = engine._parts.runner, experts_of(engine)
+    assert isinstance(runner, DeviceRunner)
+    captured: list[object] = []
+
+    class Graph:
+        def replay(self) -> None:
+            pass
+
+    def capture(rows: int) -> _Captured:
+        captured.append(experts.override)
+        return _Captured(Graph(), torch.zeros(rows, 1))  # type: ignore[arg-type]
+
+    runner._capture = capture  # type: ignore[method-assign]
+    ids = torch.arange(3).repeat(1, 4, 1, 1)
+    runner._replay(1)
+    for _ in range(3):
+        experts.override = ReplayedRouting(ids, torch.ones(ids.shape), engine._parts.device)
+        for _ in range(2):
+            runner._replay(1)
+        runner._replay(2)
+        assert len(runner._graphs) == 3
+    experts.override = None
+    runner._replay(1)
+    assert len(captured) == 1 + 3 * 2 and len({id(override) for override in captured}) == 4
+    engine.close()

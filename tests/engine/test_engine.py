@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -13,7 +16,7 @@ import torch
 from engines import GREEDY, answer, assert_all_free, load_engine, plan_for, resident_tokens, run_all
 from tiny_checkpoints import write_tiny_checkpoint
 
-from rimuru_cli.engine.config import EngineConfig, plan_memory
+from rimuru_cli.engine.config import Device, EngineConfig, plan_memory
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.experts.adjuster import Decision
 from rimuru_cli.engine.request import RequestStatus, SamplingParams
@@ -310,3 +313,44 @@ def test_the_threads_do_not_matter_for_greedy_text(qwen3: Path) -> None:
         assert texts[0] == texts[1]
     finally:
         torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_a_closed_engine_answers_nothing(device: Device, qwen3: Path) -> None:
+    engine = load_engine(qwen3, config=EngineConfig(device=device))
+    engine.close()
+    with pytest.raises(UsageError, match="closed"):
+        engine.submit(PROMPT, GREEDY)
+    assert not engine.has_work and engine.step() == []
+    engine.close()
+
+
+@pytest.mark.parametrize(("device", "family"), [("cpu", "qwen3_moe"), ("cpu", "qwen3_5_moe"), ("emulated", "qwen3_moe")])
+def test_ctrl_c_in_a_step_leaves_an_engine_that_goes_on(device: Device, family: str, tmp_path: Path) -> None:
+    """Wherever it comes: between calls that move pages it waits, and a forward pass that is torn is computed again."""
+    folder, pressed = write_tiny_checkpoint(tmp_path / "m", family), 0
+    engine = load_engine(folder, 0.3, EngineConfig(device=device, context=128, max_batch_tokens=12, device_batch_tokens=12))
+    request = engine.submit(PROMPT, replace(GREEDY, max_tokens=60))
+    for nth in range(1, 400, 9):
+        calls = 0
+
+        def press(frame: FrameType, event: str, arg: object, nth: int = nth) -> None:
+            nonlocal calls
+            if "engine" in frame.f_code.co_filename:
+                calls += 1
+                if calls == nth:
+                    signal.raise_signal(signal.SIGINT)
+
+        before = sys.gettrace()
+        try:
+            sys.settrace(press)
+            engine.step()
+        except KeyboardInterrupt:
+            pressed += 1
+        finally:
+            sys.settrace(before)
+        engine.check_integrity()
+    assert pressed > 5
+    run_all(engine)
+    assert request.output_ids == resident_tokens(folder, PROMPT, 60)
+    assert_all_free(engine)

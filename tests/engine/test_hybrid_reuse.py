@@ -159,6 +159,24 @@ def test_a_preempted_sequence_goes_on_where_it_was(folder: Path) -> None:
     assert_all_free(engine)
 
 
+def test_text_that_is_forgotten_while_it_is_said_again(engine: Engine, folder: Path) -> None:
+    """Blocks of its beginning are there, but no states: it is computed again beside them, and goes on when they are given up."""
+    text = words(90, 5)
+    ask(engine, folder, text)
+    recurrent = engine._parts.recurrent
+    assert recurrent is not None
+    recurrent.bookmarks.forget_all()
+    request = engine.submit([*text, *words(20, 6)], replace(GREEDY, max_tokens=20))
+    while not request.output_ids:
+        engine.step()
+        engine.check_integrity()
+    assert request.timings.cached_tokens == 0
+    engine.forget()
+    engine.check_integrity()
+    run_all(engine)
+    assert request.output_ids == resident_tokens(folder, [*text, *words(20, 6)], 20)
+
+
 def test_recording_starts_from_nothing(engine: Engine, folder: Path) -> None:
     prompt = words(70, 1)
     ask(engine, folder, prompt)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from elastic import CONTEXT, CeilingMover, adversary, converse, prompts_of
 from engines import GREEDY, answer, assert_all_free, load_engine, resident_tokens, run_all
-from tiny_checkpoints import FAMILIES
+from tiny_checkpoints import FAMILIES, write_tiny_checkpoint
 
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.device import pinned_host
+from rimuru_cli.engine.device.experts import DeviceExperts
 from rimuru_cli.engine.device.locking import NoLocker
 from rimuru_cli.engine.engine import Engine
+from rimuru_cli.engine.experts.adjuster import hold
 from rimuru_models.errors import UsageError
 
 DEVICES = ["emulated", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])]
@@ -23,6 +26,12 @@ DEVICES = ["emulated", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.
 @pytest.fixture(params=DEVICES)
 def config(request: pytest.FixtureRequest) -> EngineConfig:
     return EngineConfig(device=request.param, context=CONTEXT, device_batch_tokens=24)
+
+
+def experts_of(engine: Engine) -> DeviceExperts:
+    experts = engine._parts.experts
+    assert isinstance(experts, DeviceExperts)
+    return experts
 
 
 def _experts_bytes(folder: Path, config: EngineConfig) -> int:
@@ -111,8 +120,6 @@ def test_a_budget_below_zero_is_refused() -> None:
 
 
 def test_a_file_that_shrinks_in_mid_answer_is_said(tmp_path: Path, config: EngineConfig) -> None:
-    from tiny_checkpoints import write_tiny_checkpoint
-
     from rimuru_models.errors import CheckpointError
 
     folder = write_tiny_checkpoint(tmp_path / "m", "qwen3_moe")
@@ -132,4 +139,38 @@ def test_a_file_that_shrinks_in_mid_answer_is_said(tmp_path: Path, config: Engin
     run_all(engine)  # a step that failed can be tried again
     assert request.output_ids == resident_tokens(folder, prompts_of()[1], 40)
     assert isinstance(engine, Engine)
+    assert_all_free(engine)
+
+
+@pytest.mark.parametrize("nth", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("what", ["a read", "a copy"])
+def test_a_served_step_that_is_torn_can_be_tried_again(
+    what: str, nth: int, tmp_path: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts that were read ahead for it are forgotten, and nothing that is resident has another's bytes."""
+    folder = write_tiny_checkpoint(tmp_path / "m", "qwen3_moe", num_experts=16, num_experts_per_tok=6)
+    engine = load_engine(folder, 0.0, replace(config, pinned_bytes=0, adjuster=hold))
+    request = engine.submit(prompts_of()[1], replace(GREEDY, max_tokens=40))
+    while len(request.output_ids) < 2:
+        engine.step()
+    staging, pool = experts_of(engine)._staging, engine._parts.pool
+    assert staging is not None
+    pages = SimpleNamespace(data=pool.data, bytes_of=pool.bytes_of)
+    monkeypatch.setattr(staging, "_pool", pages)
+    owner, name = (engine._parts.host, "read") if what == "a read" else (pages, "bytes_of")
+    whole, calls = getattr(owner, name), []
+
+    def torn(*args: object) -> object:
+        calls.append(args)
+        if len(calls) == nth:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, torn)
+        while engine.has_work:
+            engine.step()
+    engine.check_integrity()
+    run_all(engine)
+    assert request.output_ids == resident_tokens(folder, prompts_of()[1], 40)
     assert_all_free(engine)

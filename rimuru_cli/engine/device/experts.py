@@ -121,15 +121,12 @@ class DeviceExperts(StepChoice):
             return False
         if self._copies is not None:
             torch.cuda.current_stream().synchronize()
-        lacked = bool(self._totals[:, 3].any())
-        if lacked:
-            self._service.undo()
-        return lacked
+        return bool(self._totals[:, 3].any())
 
     def begin_on_demand(self, num_rows: int, *, serving: bool = False) -> None:
         """Prepare a step whose misses are fetched by the device; `serving`: those that it cannot read are brought by the host."""
         if self._service is not None:
-            self._service.begin(serving=serving)
+            self._service.serving = serving
         self._step_rows = num_rows
         self.on_demand = True
         self._forget_choices()
@@ -155,6 +152,8 @@ class DeviceExperts(StepChoice):
 
     def end_step(self) -> None:
         """Finish the forward pass, also one that failed."""
+        if self._service is not None:
+            self._service.end()
         if self._stream is not None:
             self._stream.close()
             self._last_stream, self._stream = self._stream, None
@@ -276,12 +275,13 @@ class DeviceExperts(StepChoice):
         return [t.clone() for t in self._counting()]
 
     def rewind(self, marks: list[Tensor]) -> None:
-        """Queue that nothing was counted since `marks`."""
+        """Queue that nothing was counted since `marks`; which experts are resident may differ, which no result depends on."""
         for counting, mark in zip(self._counting(), marks, strict=True):
             counting.copy_(mark)
 
     def _counting(self) -> list[Tensor]:
-        return [self._residency.tables.counters, *([] if self.override is None else [self.override.at])]
+        tables = self._residency.tables
+        return [tables.counters, tables.scores, *([] if self.override is None else [self.override.at])]
 
     def counts(self) -> tuple[int, int]:
         """Expert selections, and those whose expert was resident, as of the last step that the host waited for."""

@@ -21,6 +21,7 @@ from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.scheduler import ScheduledRows
 from rimuru_cli.engine.sequence import Sequence as TokenSequence
+from rimuru_cli.engine.turns import undisturbed
 from rimuru_models.interfaces import CausalLM, ForwardContext
 
 
@@ -71,7 +72,7 @@ class DeviceRunner:
         self._lender = Lender(pool, residency, blocks, experts, scratch)
         self._graphs_wanted = graphs and pool.data.is_cuda
         # By rows, and by the recorded routing that is replayed, if any: where it lies is part of a graph.
-        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self._graphs: dict[tuple[int, ReplayedRouting | None], _Captured] = {}
         self._graph_pool: Any = None
         self._decoded: list[ScheduledRows] | None = None  # the plan of the step just queued, if the next may be launched ahead
         self._ahead: _Ahead | None = None
@@ -95,16 +96,19 @@ class DeviceRunner:
                 ends[index] = len(tokens) - 1
         sampled = [ends[index] for index in sorted(ends)]
         decode, on_demand = len(tokens) == len(plan), self._experts.prefers_on_demand(len(tokens))
-        buffers = self._lender.lend(len(tokens), on_demand=on_demand)
+        with undisturbed():
+            buffers = self._lender.lend(len(tokens), on_demand=on_demand)
         self._cache.begin_step(ordered, tokens)  # only now: making room may have moved pages
         # Kernel by kernel the host can just as well look after every layer at once.
         unserved = self._graphs_wanted or not self._experts.needs_service
         if decode and on_demand and len(sampled) == len(tokens) and self._experts.recorder is None and unserved:
+            marks = self._experts.marks() if self._experts.needs_service else []
             logits = self._decode(len(tokens))
             self._experts.take_counters()
             if not self._experts.needs_service:
                 self._decoded = ordered
             elif self._experts.lacked():
+                self._experts.rewind(marks)
                 logits = self._model.logits(self._eager(len(tokens), None, on_demand=True))
             return logits
         hidden = self._eager(len(tokens), buffers, on_demand=on_demand)
@@ -178,10 +182,11 @@ class DeviceRunner:
     def _replay(self, rows: int) -> Tensor:
         assert rows <= MAX_ON_DEMAND_ROWS
         override = self._experts.override
-        key = rows, 0 if override is None else override.ids.data_ptr()
-        captured = self._graphs.get(key)
+        captured = self._graphs.get((rows, override))
         if captured is None:
-            captured = self._graphs[key] = self._capture(rows)
+            # Those of another recording go: nobody replays it again, and each holds memory.
+            self._graphs = {key: graph for key, graph in self._graphs.items() if key[1] in (None, override)}
+            captured = self._graphs[rows, override] = self._capture(rows)
         captured.graph.replay()
         return captured.logits
 

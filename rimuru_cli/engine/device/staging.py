@@ -39,19 +39,31 @@ class Staging:
         self._wanted.extend(keys)
         self._read_ahead()
 
+    def arrive(self) -> None:
+        """Wait until the next expert has been read.
+
+        Raises:
+            Exception: what went wrong with that.
+        """
+        self._coming[0][2].result()
+
     def bring(self, layer: int, expert: int, pages: list[int]) -> None:
         """Copy an expert into its pages, in order of the current stream. Experts come in the order in which they were expected."""
         key, place, reading = self._coming.popleft()
         assert key == (layer, expert), f"expert {(layer, expert)} was not expected next"
         reading.result()
-        parts = self._places[place, : self._host.expert_bytes].view(len(pages), -1)
-        for page, part in zip(pages, parts, strict=True):
-            self._pool.bytes_of(page, part.numel()).copy_(part, non_blocking=True)
+        self.write(pages, self._places[place, : self._host.expert_bytes])
         if self._pool.data.is_cuda:
             self._left[place] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
         self._host.bytes_read += self._host.expert_bytes
         self._read_ahead()
+
+    def write(self, pages: list[int], content: Tensor) -> None:
+        """Copy an expert's bytes, uint8 [expert_bytes], into its pages, in order of the current stream."""
+        parts = content.view(len(pages), -1)
+        for page, part in zip(pages, parts, strict=True):
+            self._pool.bytes_of(page, part.numel()).copy_(part, non_blocking=True)
 
     def forget(self) -> None:
         """Nobody will ask for what is still expected."""
@@ -88,20 +100,11 @@ class HostService:
     def __init__(self, host: PinnedHost, pool: PagePool, tables: DeviceTables) -> None:
         self._host, self._tables = host, tables
         self.staging = Staging(host, pool)
-        self._kept = (tables.scores.clone(), tables.counters.clone())
         self.serving = False
 
-    def begin(self, *, serving: bool) -> None:
-        """Prepare a small step; one that is not served may turn out to have lacked something."""
-        self.serving = serving
-        if not serving:
-            for kept, now in zip(self._kept, (self._tables.scores, self._tables.counters), strict=True):
-                kept.copy_(now)
-
-    def undo(self) -> None:
-        """Put scores and counters back to what they were before the step."""
-        for kept, now in zip(self._kept, (self._tables.scores, self._tables.counters), strict=True):
-            now.copy_(kept)
+    def end(self) -> None:
+        """The step is over, or has failed: what was read ahead for it and not asked for is forgotten."""
+        self.staging.forget()
 
     def bring(self, layer: int, ids: Tensor) -> Tensor | None:
         """Make all experts of `ids` [T, k], selected in a MoE layer, resident that the device could not bring itself; waits for the device.
@@ -131,12 +134,22 @@ class HostService:
         self.staging.expect((layer, e) for e in wanted)
         table = self._tables.entries[layer]
         for expert, victim in zip(wanted, victims, strict=False):
-            pages = entries[victim].tolist()
-            self.staging.bring(layer, expert, pages)
-            table[expert] = entries[victim].to(table.device)
-            table[victim] = -1
+            self._exchange(layer, victim, expert, entries[victim].tolist())
+            # Both at once: pages have one owner at any moment.
+            table[[victim, expert]] = torch.stack((torch.full_like(entries[victim], -1), entries[victim])).to(table.device)
         self._host.brought += len(wanted)
         return counts[wanted]
+
+    def _exchange(self, layer: int, victim: int, expert: int, pages: list[int]) -> None:
+        """Bring an expert into another's pages. If it cannot be read they are as they were; if the copy is torn, the other comes back."""
+        self.staging.arrive()
+        try:
+            self.staging.bring(layer, expert, pages)
+        except BaseException:
+            content = torch.empty(self._host.expert_bytes, dtype=torch.uint8)
+            self._host.read(layer, victim, content)
+            self.staging.write(pages, content)
+            raise
 
     def close(self) -> None:
         """End the threads."""

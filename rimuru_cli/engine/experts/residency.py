@@ -22,6 +22,7 @@ from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ExpertView
+from rimuru_cli.engine.turns import undisturbed
 
 _FIRST = 64  # experts that are wanted at once, mostly
 
@@ -224,8 +225,7 @@ class Residency:
         sources = self.entries[beyond].tolist()
         if not sources:
             return 0
-        targets = self._pool.allocate(PageKind.EXPERT, len(sources))
-        self._pool.move(PageKind.EXPERT, sources, targets)
+        targets = self._pool.moved(PageKind.EXPERT, sources)
         entries = self.entries.copy()
         entries[beyond] = targets
         for layer, expert in np.argwhere(beyond.any(axis=2)).tolist():
@@ -242,9 +242,15 @@ class Residency:
             if victim is None or scores[expert] <= scores[victim] * margin or (layer, expert) in self._loading:
                 continue
             pages = [int(p) for p in self.entries[layer, victim]]
-            self._hide(layer, victim)
-            self._copy(layer, expert, pages)
-            self._show(layer, expert, pages)
+            with undisturbed():
+                self._hide(layer, victim)
+                try:
+                    self._copy(layer, expert, pages)
+                except BaseException:
+                    self._pool.free(pages)
+                    self.counts[layer] -= 1
+                    raise
+                self._show(layer, expert, pages)
             self.swaps += 1
             victim = self._worst_of(layer)
 

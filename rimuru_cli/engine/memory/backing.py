@@ -101,6 +101,7 @@ class PosixBacking:
                 self._mapping.madvise(advice, start, stop - start)
             except OSError as error:
                 self.why_kept = f"this system keeps memory that is not needed any more ({error.strerror})"
+                num_bytes = self.committed
         self.committed = num_bytes
 
 
@@ -136,6 +137,7 @@ class WindowsBacking:
             raise MemoryError(f"the system has no {start - stop} bytes of memory left")
         if start < stop and not self._kernel.VirtualFree(self._address + start, stop - start, self._DECOMMIT):
             self.why_kept = "this system keeps memory that is not needed any more"
+            num_bytes = self.committed
         self.committed = num_bytes
 
 

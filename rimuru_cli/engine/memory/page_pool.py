@@ -138,6 +138,20 @@ class PagePool:
         self.allocator.release(range(self.num_bytes // huge, pool_bytes // huge))
         self.num_bytes = pool_bytes
 
+    def moved(self, kind: PageKind, sources: Sequence[int], *, run: bool = False) -> list[int]:
+        """Take other pages of a kind, `run`: that follow each other, and `move` there; the sources are still owned.
+
+        Raises:
+            OutOfPages: there are too few; nothing was taken, nor is it where the copy fails.
+        """
+        targets = self.allocate_runs(kind, 1, len(sources))[0] if run else self.allocate(kind, len(sources))
+        try:
+            self.move(kind, sources, targets)
+        except BaseException:
+            self.free(targets)
+            raise
+        return targets
+
     def move(self, kind: PageKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the bytes of pages to other pages of the kind, in order of the device's current stream. Ownership is not touched."""
         if not sources:

@@ -241,3 +241,22 @@ def test_the_order_is_that_of_a_full_sort(descending: bool, ties: int) -> None:
     everything = [(layer, expert) for expert in range(64) for layer in range(48) if mask[layer, expert]]
     wanted = sorted(everything, key=lambda pair: -scores[pair])
     assert list(_ordered(scores, mask, descending=descending)) == (wanted if descending else wanted[::-1])
+
+
+def test_an_exchange_that_fails_costs_an_expert_and_no_page(reader: CheckpointReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = _room(reader, 3)
+    for expert in range(3):
+        room.residency.fill(0, expert)
+    room.ranking.scores[0, 5] = 1.0
+
+    def fail(*args: object) -> None:
+        raise OSError("the disk is gone")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="gone"):
+        patch.setattr(room.view, "write", fail)
+        room.residency.offer(0, [5], 1.3)
+    room.residency.check_integrity()
+    assert room.residency.counts[0] == 2 and room.pool.allocator.owned(PageKind.EXPERT) == 6
+    assert room.residency.expand(1) == 1
+    room.residency.commit(wait=True)
+    assert _holds(room, 0, 5)

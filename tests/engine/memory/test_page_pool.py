@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 
 import psutil
 import pytest
@@ -219,3 +220,21 @@ def test_cuda_memory_of_a_smaller_pool_goes_back_to_the_driver() -> None:
     del pool, kept, graph
     gc.collect()
     assert not memory.chunks, "a pool that nobody uses any more keeps its memory"
+
+
+@pytest.mark.skipif(not hasattr(mmap.mmap, "madvise"), reason="this system has another backing")
+def test_memory_that_the_system_keeps_is_still_counted() -> None:
+    memory = backing.PosixBacking(1 << 20, 1 << 20)
+
+    class Locked:
+        def __len__(self) -> int:
+            return 1 << 20
+
+        def madvise(self, *args: int) -> None:
+            raise OSError(22, "Invalid argument")
+
+    memory._mapping = Locked()  # type: ignore[assignment]
+    memory.resize(1 << 18)
+    assert "keeps memory" in memory.why_kept and memory.committed == 1 << 20
+    memory.resize(1 << 20)
+    assert memory.committed == 1 << 20
