@@ -7,7 +7,6 @@ answer has no difference at all, both would have written the same answer by them
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +19,7 @@ from torch import Tensor
 from rimuru_cli.bench.gpu_only import require_gpu
 from rimuru_cli.bench.looking_on import watched
 from rimuru_cli.bench.prompts import prompt_ids
+from rimuru_cli.bench.yardstick import check_transformers, load_transformers
 from rimuru_cli.engine.config import Device, EngineConfig
 from rimuru_cli.engine.device.runner import DeviceRunner
 from rimuru_cli.engine.engine import Engine
@@ -184,8 +184,8 @@ def run_agreement_bench(
         raise UsageError(f"{versus!r} cannot be compared with.", hint="--vs takes transformers.")
     if device == "cuda":
         require_gpu("Judging the GPU's answers", "`rimuru bench agreement --device emulated` takes the GPU's way on the CPU.")
-    if versus == "transformers" and importlib.util.find_spec("transformers") is None:
-        raise UsageError("transformers is not installed here.", hint="It is a development dependency: ./install.sh --dev")
+    if versus == "transformers":
+        check_transformers()
     report = progress or (lambda stage, done, total: None)
     texts = prompt_ids(model_dir, prompts)
     answers = reference_answers(model_dir, texts, tokens, report)
@@ -266,9 +266,7 @@ def _finish(engine: Engine) -> None:
 
 def transformers_answers(model_dir: Path, answers: Answers, progress: Progress) -> Comparison:
     """The same answers by transformers in bfloat16 on the CPU, one pass a text."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=torch.bfloat16).eval()
+    model = load_transformers(model_dir, torch.bfloat16)
     comparison = Comparison()
     with torch.inference_mode():
         for prompt, ids, want in zip(answers.prompts, answers.ids, answers.logits, strict=True):

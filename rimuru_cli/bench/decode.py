@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,11 +11,11 @@ from typing import Any
 import torch
 
 from rimuru_cli.bench.looking_on import watched
+from rimuru_cli.bench.yardstick import load_transformers
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import SamplingParams
 from rimuru_models.config import ModelConfig
-from rimuru_models.errors import UsageError
 
 Progress = Callable[[str, int, int], None]
 
@@ -96,11 +95,7 @@ def _decode(engine: Engine, prompt: list[int], tokens: int) -> float:
 
 
 def _transformers_runner(model_dir: Path, prompt: list[int], tokens: int, dtype: str) -> Callable[[], float]:
-    if importlib.util.find_spec("transformers") is None:
-        raise UsageError("transformers is not installed here.", hint="It is a development dependency: ./install.sh --dev")
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(str(model_dir), dtype=dtype).eval()
+    model = load_transformers(model_dir, dtype)
 
     @torch.inference_mode()
     def run() -> float:
