@@ -36,22 +36,36 @@ def test_residents_are_those_that_the_engine_had(cap: int | None, share: float) 
     assert residents / placement.shape.num_experts == pytest.approx(share, abs=0.002)
 
 
-@pytest.mark.parametrize(("cap", "measured"), [(16, 66.5), (24, 124.0), (32, 180.9), (None, 292.3)])
-@pytest.mark.parametrize("top_k", [6, 8], ids=["as recorded", "as the model has it"])
-def test_generation_with_recorded_routing(cap: int | None, measured: float, top_k: int) -> None:
-    rates = decode_range(*placed(cap, top_k), context=100)
-    assert rates is not None
+@pytest.mark.parametrize(("cap", "measured"), [(16, 72.9), (24, 140.1), (32, 206.2), (None, 342.2)])
+def test_generation_with_recorded_routing(cap: int | None, measured: float) -> None:
+    """The recording has six experts a token; the model's own eight cost more, by a third at the most."""
+    rates, own = (decode_range(*placed(cap, top_k), context=100) for top_k in (6, 8))
+    assert rates is not None and own is not None
     assert rates.high == pytest.approx(measured, rel=0.25)
+    assert rates.high * 6 / 8 * 0.99 <= own.high < rates.high
 
 
-def test_generation_with_uniform_routing() -> None:
-    rates = decode_range(*placed(24, 8), context=100)
+@pytest.mark.parametrize(("cap", "measured"), [(16, 16.8), (24, 20.6), (32, 26.3), (None, 315.3)])
+def test_generation_with_uniform_routing(cap: int | None, measured: float) -> None:
+    rates = decode_range(*placed(cap, 8), context=100)
     assert rates is not None
-    assert rates.low == pytest.approx(19.1, rel=0.25)
+    assert rates.low == pytest.approx(measured, rel=0.25)
 
 
-@pytest.mark.parametrize(("cap", "tokens", "measured"), [(24, 512, 723.0), (32, 512, 944.0), (24, 4096, 5756.0), (32, 4096, 7427.0)])
-def test_prompts(cap: int, tokens: int, measured: float) -> None:
+PROMPTS = [
+    (16, 512, 593.0),
+    (24, 512, 726.0),
+    (32, 512, 937.0),
+    (None, 512, 5840.0),
+    (16, 4096, 4702.0),
+    (24, 4096, 5687.0),
+    (32, 4096, 7390.0),
+    (None, 4096, 44514.0),
+]
+
+
+@pytest.mark.parametrize(("cap", "tokens", "measured"), PROMPTS)
+def test_prompts(cap: int | None, tokens: int, measured: float) -> None:
     rates = prompt_range(*placed(cap, 8), tokens=tokens)
     assert rates is not None
     assert rates.high == pytest.approx(measured, rel=0.25)
