@@ -16,9 +16,10 @@ from rimuru_cli.fit.machine import Gpu, Machine
 from rimuru_cli.fit.placement import Placement
 
 GIGA = 1e9
-# A decode step of 48 layers over 5.2 GB of resident weights takes 3.42 ms at 4.0 TB/s: what is left are ten launches a layer.
+# A decode step of 48 layers over 5.2 GB of resident weights took 3.42 ms at 4.0 TB/s when this was fitted: 44 us a layer. It takes 2.92 ms
+# since (docs/results: qwen3-30b-a3b), which makes the estimate cautious by up to a sixth where everything is resident.
 GPU_LAYER_SECONDS = 44e-6
-# A piece of a prompt is launched operation by operation. Not measured: the copies of absent experts hid it wherever there were any.
+# A piece of a prompt is launched operation by operation. Assumed; what was measured is the floor below.
 GPU_PROMPT_LAYER_SECONDS = 150e-6
 # Nor does any piece take less, however short: 512 tokens with all experts resident take 88 ms, the host's part of a step.
 _GPU_PIECE_SECONDS = 86e-3

@@ -38,11 +38,13 @@ def test_residents_are_those_that_the_engine_had(cap: int | None, share: float) 
 
 @pytest.mark.parametrize(("cap", "measured"), [(16, 72.9), (24, 140.1), (32, 206.2), (None, 342.2)])
 def test_generation_with_recorded_routing(cap: int | None, measured: float) -> None:
-    """The recording has six experts a token; the model's own eight cost more, by a third at the most."""
+    """The recording has six experts a token; the model's own eight cost more, at 16 GiB, where most are fetched, by nearly a third."""
     rates, own = (decode_range(*placed(cap, top_k), context=100) for top_k in (6, 8))
     assert rates is not None and own is not None
     assert rates.high == pytest.approx(measured, rel=0.25)
     assert rates.high * 6 / 8 * 0.99 <= own.high < rates.high
+    if cap != 16:
+        assert own.high == pytest.approx(measured, rel=0.25)
 
 
 @pytest.mark.parametrize(("cap", "measured"), [(16, 16.8), (24, 20.6), (32, 26.3), (None, 315.3)])
