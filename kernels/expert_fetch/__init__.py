@@ -118,7 +118,7 @@ def route(
 
     Args:
         x, residual: [T, d] contiguous, one dtype; their sum is the new residual.
-        norm_weight: [d]; eps: of the norm.
+        norm_weight: [d], of x's dtype or float32 (see `rms_norm`); eps: of the norm.
         router: [E, d] in the same dtype. Logits are accumulated and kept in float32.
         top_k, renormalize: as for `topk_gating`.
         state, plan, policy, num_tokens: as for `resolve`; rows from num_tokens on get ids of -1 and weights of 0.
@@ -134,8 +134,10 @@ def route(
     experts = router.shape[0]
     if x.ndim != 2 or residual.shape != x.shape or norm_weight.shape != x.shape[1:] or router.shape[1:] != x.shape[1:]:
         raise ValueError(f"route: x {list(x.shape)}, residual {list(residual.shape)}, router {list(router.shape)} do not go together")
-    if len({t.dtype for t in (x, residual, norm_weight, router)}) > 1 or not all(t.is_contiguous() for t in (x, residual, router)):
-        raise ValueError("route: x, residual, norm_weight and router must be contiguous and of one dtype")
+    if len({t.dtype for t in (x, residual, router)}) > 1 or not all(t.is_contiguous() for t in (x, residual, router)):
+        raise ValueError("route: x, residual and router must be contiguous and of one dtype")
+    if norm_weight.dtype not in (x.dtype, torch.float32):
+        raise ValueError(f"route: the norm's weight is {norm_weight.dtype}, x is {x.dtype}; it must be like x, or float32")
     if experts != state.entries.shape[0]:
         raise ValueError(f"route: a router of {experts} experts, residency of {state.entries.shape[0]}")
     _check("route", x.shape[0], top_k, state, plan, x.device)

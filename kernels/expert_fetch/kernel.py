@@ -166,7 +166,7 @@ def _route(
     scale = tl.load(norm_weight + d, mask=mask, other=0.0).to(tl.float32)
     value = tl.load(x + token * HIDDEN + d, mask=mask, other=0.0).to(tl.float32)
     value = (value + tl.load(residual + token * HIDDEN + d, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-    normed = normalize_row(value.to(tl.float32), scale, eps, HIDDEN, dtype).to(dtype)
+    normed = normalize_row(value.to(tl.float32), scale, eps, HIDDEN, norm_weight.dtype.element_ty).to(dtype)
     if part == 0:
         tl.store(residual_out + token * HIDDEN + d, value, mask=mask)
         tl.store(hidden_out + token * HIDDEN + d, normed, mask=mask)

@@ -1,7 +1,8 @@
-"""RMSNorm and a silu gate, in either order."""
+"""RMSNorm and a silu gate, in either order; on a GPU one Triton kernel."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rimuru_kernels.gated_rms_norm.reference import gated_rms_norm_reference
@@ -29,4 +30,18 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, norm_
     parts = (x, gate, weight)
     if not x.dtype.is_floating_point or any(t.dtype is not x.dtype or t.device != x.device for t in parts):
         raise ValueError(f"gated_rms_norm: dtypes {[t.dtype for t in parts]}; need one floating dtype and device")
+    # Rows of weights are those of the last dimensions but one, so three dimensions say it all.
+    if x.is_cuda and x.numel() and x.dtype is not torch.float64 and weight.ndim <= 2:
+        return _launch(x, gate, weight, eps, norm_before_gate)
     return gated_rms_norm_reference(x, gate, weight, eps, norm_before_gate)
+
+
+def _launch(x: Tensor, gate: Tensor, weight: Tensor, eps: float, norm_before_gate: bool) -> Tensor:
+    from rimuru_kernels.gated_rms_norm import kernel
+
+    shape = (-1, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1])
+    rows, gates = (t.reshape(shape) for t in (x, gate))
+    rows, gates = (t if t.stride(2) == 1 else t.contiguous() for t in (rows, gates))
+    out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    kernel.gated_rms_norm(rows, gates, weight.contiguous(), eps, out, norm_before_gate)
+    return out.view(x.shape)

@@ -11,7 +11,7 @@ are subtracted. Formats of checkpoints differ in how they arrange codes; in a pa
 Parts follow each other in this order, each at a multiple of 128 bytes; all are row-major:
 
     values         [N, row bytes]  8 bits: a byte a code.  4 bits: K padded to a multiple of 64; block b of 64 columns is 32 bytes, of which
-                   byte j has column 64·b + j in its low four bits and column 64·b + 32 + j in its high ones.  5, 6 bits: their low four likewise
+                   byte j has column 64·b + j in its low four bits and column 64·b + 32 + j in its high ones.  5, 6 bits: their low four so
     high bits      [N, row bytes]  of 5- and 6-bit codes. Column 64·b + 32·half + j lies, where a code has 5 bits, in byte 8·b + j % 8, bit
                    4·half + j // 8; where it has 6, in byte 16·b + j % 16, the two bits from 2·(2·half + j // 16) on
     scales         [ceil(N / group_rows), groups]

@@ -72,9 +72,9 @@ def rotary_store(
 
     Args:
         qkv: [T, (H + 2 Hkv) D], each row q heads, then k heads, then v heads; rows may be strided.
-        cos, sin: [T, 1, D] from `rotary_tables`, float32 or qkv's dtype.
+        cos, sin: [T, 1, R] from `rotary_tables`, R <= D, float32 or qkv's dtype; dimensions from R on are left as they are (R = 0: all).
         pool, block_table, positions, layout, token_seqs: as for `paged_attention.store_kv_entries`.
-        q_norm, k_norm: [D], weights of an RMSNorm over each head with `eps`; both or neither.
+        q_norm, k_norm: [D], weights of an RMSNorm over each head with `eps`, of qkv's dtype or float32 (see `rms_norm`); both or neither.
         clip: q, k and v are clamped to -clip .. clip (after the norm, before the rotation).
 
     Returns:
@@ -87,10 +87,13 @@ def rotary_store(
     heads = width // layout.head_dim - 2 * layout.kv_heads
     if heads < 1 or width % layout.head_dim or heads % layout.kv_heads or layout.head_dim % 2 or qkv.stride(1) != 1:
         raise ValueError(f"rotary_store: rows of {width} elements (strides {qkv.stride()}) do not fit {layout}")
-    shape = (tokens, 1, layout.head_dim)
+    turned = cos.shape[-1] if cos.ndim == 3 else -1
+    shape = (tokens, 1, turned)
     if cos.shape != shape or sin.shape != shape or cos.dtype is not sin.dtype or not (cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError(f"rotary_store: tables {list(cos.shape)}, {list(sin.shape)} must be contiguous {list(shape)}")
-    if (q_norm is None) is not (k_norm is None) or any(t is not None and t.shape != shape[2:] for t in (q_norm, k_norm)):
+        raise ValueError(f"rotary_store: tables {list(cos.shape)}, {list(sin.shape)} must be contiguous [{tokens}, 1, R]")
+    if turned % 2 or not 0 <= turned <= layout.head_dim:
+        raise ValueError(f"rotary_store: {turned} dimensions cannot turn in heads of {layout.head_dim}")
+    if (q_norm is None) is not (k_norm is None) or any(t is not None and t.shape != (layout.head_dim,) for t in (q_norm, k_norm)):
         raise ValueError(f"rotary_store: norms of q and k go together and hold {layout.head_dim} weights each")
     if (
         positions.shape != (tokens,)

@@ -16,17 +16,17 @@ from rimuru_kernels.paged_attention.layout import ENTRY_BYTES, KVLayout
 @triton.jit
 def _rotary_store(
     qkv, weight_q, weight_k, cos, sin, q_out, pool, block_table, positions, token_seqs, eps, clip, qkv_stride, cos_stride, table_stride,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LOG2_B: tl.constexpr, ENTRY_ELEMENTS: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, LOG2_B: tl.constexpr,
+    ENTRY_ELEMENTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK_H heads of one token; heads are numbered q, then k, then v."""
-    HALF: tl.constexpr = HEAD_DIM // 2
+    """BLOCK_H heads of one token; heads are numbered q, then k, then v. The first TURNED dimensions of q and k turn."""
+    HALF: tl.constexpr = TURNED // 2
     dtype: tl.constexpr = q_out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_q, is_k, is_v = head < HEADS, (head >= HEADS) & (head < HEADS + KV_HEADS), head >= HEADS + KV_HEADS
     d = tl.arange(0, BLOCK_D)
-    partner = tl.where(d < HALF, d + HALF, d - HALF)
+    partner = tl.where(d < HALF, d + HALF, tl.where(d < TURNED, d - HALF, d))
     mask = (head[:, None] < HEADS + 2 * KV_HEADS) & (d[None, :] < HEAD_DIM)
     source = qkv + token * qkv_stride + head[:, None] * HEAD_DIM
     plain = tl.load(source + d[None, :], mask=mask, other=0.0)
@@ -34,8 +34,9 @@ def _rotary_store(
     y = tl.load(source + partner[None, :], mask=mask, other=0.0).to(tl.float32)
     if weight_q is not None:
         inverse = tl.rsqrt(tl.sum(x * x, 1) / HEAD_DIM + eps)[:, None]
-        x = (x * inverse).to(dtype).to(tl.float32)
-        y = (y * inverse).to(dtype).to(tl.float32)
+        # A weight in float32 multiplies before the norm is rounded, see `rms_norm`.
+        x = (x * inverse).to(weight_q.dtype.element_ty).to(tl.float32)
+        y = (y * inverse).to(weight_q.dtype.element_ty).to(tl.float32)
         in_head = d < HEAD_DIM
         wq, wk = tl.load(weight_q + d, mask=in_head, other=0.0), tl.load(weight_k + d, mask=in_head, other=0.0)
         x = (x * tl.where(is_q[:, None], wq[None, :], wk[None, :]).to(tl.float32)).to(dtype).to(tl.float32)
@@ -45,8 +46,8 @@ def _rotary_store(
         x, y = tl.minimum(tl.maximum(x, -clip), clip), tl.minimum(tl.maximum(y, -clip), clip)
         bounded = plain.to(tl.float32)
         plain = tl.minimum(tl.maximum(bounded, -clip), clip).to(dtype)
-    c = tl.load(cos + token * cos_stride + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
-    s = tl.load(sin + token * cos_stride + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+    c = tl.load(cos + token * cos_stride + d, mask=d < TURNED, other=1.0).to(tl.float32)
+    s = tl.load(sin + token * cos_stride + d, mask=d < TURNED, other=0.0).to(tl.float32)
     rotated = (x * c[None, :] + y * s[None, :]).to(dtype)
     tl.store(q_out + (token * HEADS + head[:, None]) * HEAD_DIM + d[None, :], rotated, mask=mask & is_q[:, None])
 
@@ -78,6 +79,6 @@ def rotary_store(
     _rotary_store[(tokens, programs)](
         qkv, weight_q, weight_k, cos, sin, q_out, pool, block_table, positions, token_seqs, eps, clip,
         qkv.stride(0), cos.stride(0), block_table.stride(0),
-        HEADS=heads, KV_HEADS=layout.kv_heads, HEAD_DIM=head_dim, LOG2_B=layout.log2_block_tokens,
+        HEADS=heads, KV_HEADS=layout.kv_heads, HEAD_DIM=head_dim, TURNED=cos.shape[2], LOG2_B=layout.log2_block_tokens,
         ENTRY_ELEMENTS=ENTRY_BYTES // q_out.element_size(), BLOCK_H=block_h, BLOCK_D=block_d, num_warps=1 if block_h == 1 else 4,
     )  # fmt: skip

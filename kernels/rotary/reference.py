@@ -47,6 +47,7 @@ def rotary_store_reference(
         q, k = rms_norm_reference(q, q_norm, eps), rms_norm_reference(k, k_norm, eps)
     if clip is not None:
         q, k, v = q.clamp(-clip, clip), k.clamp(-clip, clip), v.clamp(-clip, clip)
-    q, k = (rotary_reference(x.to(cos.dtype), cos, sin).to(qkv.dtype) for x in (q, k))
+    if cos.shape[-1]:
+        q, k = (rotary_reference(x.to(cos.dtype), cos, sin).to(qkv.dtype) for x in (q, k))
     store_by_entries(k, v, pool, block_table, positions, token_seqs, layout)
-    return q
+    return q.contiguous()

@@ -75,6 +75,7 @@ class HybridScheduler(Scheduler):
     def _store(self, sequence: Sequence) -> None:
         path = self._blocks.remember(sequence.blocks, sequence.tokens[: sequence.computed])
         if sequence.states is not None and sequence.computed:
+            self._states.settle(sequence.states)
             self._bookmarks.keep(sequence.states, path, sequence.computed)
             sequence.states = None
         self._forget(sequence)

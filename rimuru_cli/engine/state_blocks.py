@@ -6,7 +6,7 @@ from a state that is kept copies it first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -25,10 +25,12 @@ class StateBlock:
         ssm: pages of the recurrent states, in runs that fill a huge page each; the first `layers` of them are in use, layer after layer.
         conv: runs of convolution rows, see `StateLayout`.
         recurrent: views of the recurrent states, one a layer; convolution: views [m, C].
+        entries: for each layer the page of its recurrent state, then those of its convolution rows.
     """
 
     ssm: list[list[int]]
     conv: list[list[int]]
+    entries: list[list[int]] = field(default_factory=list)
     recurrent: list[Tensor] = field(default_factory=list)
     convolution: list[Tensor] = field(default_factory=list)
 
@@ -50,6 +52,8 @@ class StateBlocks:
     Attributes:
         places: model layer -> its place in a block.
         live: all blocks that own pages.
+        moves: how often blocks have changed their pages.
+        ahead: blocks that hold the states of a step that nobody may ever ask for, and what brings the states before it back.
     """
 
     def __init__(self, pool: PagePool, layers: Sequence[int], ssm_view: SSMView, conv_view: ConvView, layout: StateLayout) -> None:
@@ -59,6 +63,14 @@ class StateBlocks:
         self.layout = layout
         self.places = {layer: place for place, layer in enumerate(layers)}
         self.live: dict[StateBlock, None] = {}
+        self.moves = 0
+        self.ahead: dict[StateBlock, Callable[[], None]] = {}
+
+    def settle(self, block: StateBlock) -> None:
+        """Whoever keeps or copies a block's states calls this first: from now on they are those of the steps that were asked for."""
+        undo = self.ahead.pop(block, None)
+        if undo is not None:
+            undo()
 
     def allocate(self) -> StateBlock:
         """Take a block; its bytes are whatever was there.
@@ -80,9 +92,10 @@ class StateBlocks:
 
     def free(self, block: StateBlock) -> None:
         """Give a block back."""
+        self.ahead.pop(block, None)
         del self.live[block]
         self._pool.free([page for run in (*block.ssm, *block.conv) for page in run])
-        block.ssm, block.conv, block.recurrent, block.convolution = [], [], [], []
+        block.ssm, block.conv, block.entries, block.recurrent, block.convolution = [], [], [], [], []
 
     def clear(self, block: StateBlock) -> None:
         """The states of a text of no tokens."""
@@ -91,6 +104,7 @@ class StateBlocks:
 
     def copy(self, source: StateBlock, target: StateBlock) -> None:
         """Make `target` equal to `source`."""
+        self.settle(source)
         pairs = zip((*source.recurrent, *source.convolution), (*target.recurrent, *target.convolution), strict=True)
         for old, new in pairs:
             new.copy_(old)
@@ -114,11 +128,14 @@ class StateBlocks:
                         self._pool.free(run)
                         moved += len(run)
             self._look(block)
+        self.moves += moved > 0
         return moved
 
     def _look(self, block: StateBlock) -> None:
         layout = self.layout
         pages = [page for run in block.ssm for page in run][: layout.layers]
+        places = (divmod(place, layout.run_layers) for place in range(layout.layers))
+        rows = [layout.conv_pages(block.conv[run], layer) for run, layer in places]
+        block.entries = [[page, *own] for page, own in zip(pages, rows, strict=True)]
         block.recurrent = [self._ssm.state(page) for page in pages]
-        rows = (divmod(place, layout.run_layers) for place in range(layout.layers))
-        block.convolution = [self._conv.rows(layout.conv_pages(block.conv[run], layer)) for run, layer in rows]
+        block.convolution = [self._conv.rows(own) for own in rows]

@@ -16,15 +16,14 @@ from rimuru_cli.fit.machine import Gpu, Machine
 from rimuru_cli.fit.placement import Placement
 
 GIGA = 1e9
-# A decode step of 48 layers over 5.2 GB of resident weights took 3.42 ms at 4.0 TB/s when this was fitted: 44 us a layer. It takes 2.92 ms
-# since (docs/results: qwen3-30b-a3b), which makes the estimate cautious by up to a sixth where everything is resident.
-GPU_LAYER_SECONDS = 44e-6
+# A decode step of 48 layers over 5.2 GB of resident weights takes 2.92 ms (docs/results: qwen3-30b-a3b); at 4.0 TB/s 34 us a layer are left.
+GPU_LAYER_SECONDS = 34e-6
 # A piece of a prompt is launched operation by operation. Assumed; what was measured is the floor below.
 GPU_PROMPT_LAYER_SECONDS = 150e-6
-# Nor does any piece take less, however short: 512 tokens with all experts resident take 88 ms, the host's part of a step.
-_GPU_PIECE_SECONDS = 86e-3
-# Kernels that read page-locked memory themselves reach 50 GB/s where the copy engine reaches 54.4.
-FETCH_OF_LINK = 0.92
+# Nor does any piece take less, however short, the host's part of a step: 512 tokens with all experts of 48 layers resident take 86 to 88 ms.
+GPU_PIECE_LAYER_SECONDS = 86e-3 / 48
+# Kernels that read page-locked memory themselves reach 51.2 GB/s where the copy engine reaches 54.4.
+FETCH_OF_LINK = 0.94
 # Matrix products of long prompts reach about half of a card's peak (docs/results: fused-moe, attention-and-fetch).
 PRODUCTS_OF_PEAK = 0.45
 # On a CPU (docs/results: cpu-decode): matrix-vector products reach this share of the plain read rate, a layer's small steps take this long,
@@ -116,8 +115,9 @@ def gpu_prompt_range(placement: Placement, gpu: Gpu, tokens: int) -> Range:
         count = min(step, tokens - start)
         link = _streamed_seconds(placement, gpu, residents)
         compute = _gpu_compute_seconds(placement, gpu, count, start)
-        overlapped += max(link, compute, _GPU_PIECE_SECONDS)
-        apart += max(link + compute, _GPU_PIECE_SECONDS)
+        launched = placement.shape.config.num_layers * GPU_PIECE_LAYER_SECONDS
+        overlapped += max(link, compute, launched)
+        apart += max(link + compute, launched)
     return Range(tokens / apart, tokens / overlapped)
 
 

@@ -86,20 +86,30 @@ def test_gating_breaks_ties_by_index_and_marks_padding() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("norm", "clip"), [(False, None), (True, None), (False, 0.7)], ids=["plain", "norm", "clip"])
-@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim"), [(2, 4, 2, 8), (17, 3, 1, 24), (3, 32, 4, 128)])
-def test_rotary_store(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, clip: float | None, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("norm", "clip"), [(None, None), ("own", None), ("wide", None), (None, 0.7)], ids=["plain", "norm", "float32 norm", "clip"]
+)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "kv_heads", "head_dim", "turned"),
+    [(2, 4, 2, 8, 8), (17, 3, 1, 24, 24), (3, 32, 4, 128, 128), (3, 4, 2, 32, 8), (17, 2, 1, 24, 6), (2, 4, 2, 16, 0), (2, 16, 2, 256, 64)],
+)
+def test_rotary_store(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, turned: int, norm: str | None, clip: float | None, dtype: torch.dtype
+) -> None:
     layout = KVLayout(4, kv_heads, head_dim)
-    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(dtype)
-    weights = [(torch.rand(head_dim) + 0.5).to(dtype) if norm else None for _ in range(2)]
+    # rows of a wider matrix, as where a gate is part of the projection
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim + 16).to(dtype)[:, :-16]
+    kind = torch.float32 if norm == "wide" else dtype
+    weights = [None if norm is None else (torch.rand(head_dim) + 0.5).to(kind) for _ in range(2)]
     positions = torch.randint(0, 40, (tokens,))
     positions[-1] = -1
-    cos, sin = rotary_tables(positions.clamp(min=0), 10000.0 ** -(torch.arange(0, head_dim, 2) / head_dim), torch.float32)
+    cos, sin = rotary_tables(positions.clamp(min=0), 10000.0 ** -(torch.arange(0, turned, 2) / max(1, turned)), torch.float32)
     units = -(-layout.page_bytes(dtype.itemsize) // 256)
     table = (torch.randperm(tokens * 10).view(tokens, 10) * units).to(torch.int32)
     pools = [torch.full((tokens * 10 * units * 256,), 0xFF, dtype=torch.uint8) for _ in range(2)]
     pool = pools[0].to(DEVICE)
-    on_device = [t.to(DEVICE) if t is not None else None for t in (qkv, *weights, cos, sin)]
+    on_device = [None if t is None else t.to(DEVICE) for t in (*weights, cos, sin)]
+    on_device.insert(0, torch.nn.functional.pad(qkv, (0, 16)).to(DEVICE)[:, :-16])
     out = poisoned(tokens, heads, head_dim, dtype=dtype)
     rotary_kernel.rotary_store(*on_device, out, pool, table.to(DEVICE), positions.to(DEVICE), None, layout, 1e-6, clip)
 
@@ -147,6 +157,9 @@ def test_rotary_store_refuses_what_does_not_fit() -> None:
         rotary_store(torch.zeros(2, 64), cos[:1], sin[:1], pool, table, torch.arange(2), layout)
     with pytest.raises(ValueError, match="norms of q and k"):
         rotary_store(torch.zeros(2, 64), cos, sin, pool, table, torch.arange(2), layout, q_norm=torch.ones(8))
+    for turned in (3, 10):
+        with pytest.raises(ValueError, match=f"{turned} dimensions cannot turn"):
+            rotary_store(torch.zeros(2, 64), *torch.zeros(2, 2, 1, turned), pool, table, torch.arange(2), layout)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 from rimuru_cli.fit.machine import Gpu
 from rimuru_cli.fit.shape import ModelShape
-from rimuru_cli.fit.speed import FETCH_OF_LINK, GIGA, GPU_LAYER_SECONDS, GPU_PROMPT_LAYER_SECONDS, PRODUCTS_OF_PEAK
+from rimuru_cli.fit.speed import (
+    FETCH_OF_LINK,
+    GIGA,
+    GPU_LAYER_SECONDS,
+    GPU_PIECE_LAYER_SECONDS,
+    GPU_PROMPT_LAYER_SECONDS,
+    PRODUCTS_OF_PEAK,
+)
 from rimuru_models.layout import expert_bytes
 
 H200 = Gpu("NVIDIA H200", 143_771 << 20, 0, 4000.0, 800.0, 54.4)
@@ -61,8 +68,11 @@ class CostModel:
         count = len(load.touched)
         moved = (self._dense + load.held * self._kv_token) / count + load.touched * float(self.expert_bytes)
         products = (self._flops_per_row * load.rows + self._flops_per_pair * load.visible) / self._products / count
+        share = self._layers / count
         launches = GPU_LAYER_SECONDS if load.captured else GPU_PROMPT_LAYER_SECONDS
-        seconds: NDArray[np.float64] = np.maximum(moved / self._memory, products) + launches * self._layers / count
+        # The host launches an uncaptured step layer by layer, and the card cannot be ahead of it.
+        floor = 0.0 if load.captured else GPU_PIECE_LAYER_SECONDS * share
+        seconds: NDArray[np.float64] = np.maximum(np.maximum(moved / self._memory, products) + launches * share, floor)
         return seconds
 
     def on_demand(self, compute: NDArray[np.float64], missed: int) -> float:

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import linear
 
 from rimuru_cli.engine.device.choice import StepChoice
 from rimuru_cli.engine.device.link import LinkRates
@@ -30,6 +29,7 @@ from rimuru_kernels.expert_fetch import FetchPlan, LayerResidency, ResolvePolicy
 from rimuru_kernels.fused_moe import MoeWorkspace, paged_moe
 from rimuru_kernels.rms_norm import add_rms_norm
 from rimuru_kernels.topk_gating import topk_gating
+from rimuru_models.moe import router_logits
 
 ROUTED_ROWS = 8
 """Up to this many rows, norm, router, gating and decisions are one launch; every program of it norms every row, which more would feel."""
@@ -181,7 +181,7 @@ class DeviceExperts(StepChoice):
             self._prediction.learn(index, router, norm)
         if len(x) > ROUTED_ROWS:
             hidden, normed = add_rms_norm(x, residual, norm, eps)
-            weights, ids = topk_gating(linear(normed, router), top_k, renormalize)
+            weights, ids = topk_gating(router_logits(normed, router), top_k, renormalize)
             ids, weights = (ids, weights) if given is None else given
             return hidden, normed, self._compute(index, normed, ids, weights, resolved=False)
         decide = self.on_demand and not self._serving
