@@ -75,6 +75,8 @@ class Output:
         Raises:
             ReaderGone: the reading end of the pipe was closed.
         """
+        if self._bar is not None:
+            self._bar.wipe()  # both streams may be one terminal
         try:
             self.stdout.write(text.translate(_CONTROLS) if is_terminal(self.stdout) else text)
             self.stdout.flush()

@@ -133,12 +133,14 @@ class AnswerStream:
         request: a request that was just submitted.
         reader: turns its tokens into pieces.
         stop_now: looked at before every step; when true the request is cancelled and the answer ends there.
+        reading: told (tokens of the prompt that are read, all of them) after each step that left some unread.
     """
 
     engine: EngineLike
     request: Request
     reader: PieceReader
     stop_now: Callable[[], object]
+    reading: Callable[[int, int], None] | None = None
     _pieces: list[TextDelta] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[TextDelta]:
@@ -149,6 +151,7 @@ class AnswerStream:
                 for output in self.engine.step():
                     if output.request is self.request and output.token_id is not None:
                         yield from self._keep(self.reader.feed(output.token_id))
+                self._tell_progress()
             yield from self._keep(self.reader.finish())
         except (KeyboardInterrupt, SystemExit):
             torn = True  # maybe in the middle of a step: the process is leaving, and the engine must not be touched again
@@ -157,6 +160,12 @@ class AnswerStream:
             # Also when the reader of the pieces went away, or a step failed: no page may stay behind.
             if self.request.finish_reason is None and not torn:
                 self.engine.cancel(self.request)
+
+    def _tell_progress(self) -> None:
+        timings = self.request.timings
+        read = timings.cached_tokens + timings.computed_tokens
+        if self.reading is not None and not self.request.output_ids and read < timings.prompt_tokens:
+            self.reading(read, timings.prompt_tokens)
 
     def _keep(self, pieces: Sequence[TextDelta]) -> Sequence[TextDelta]:
         self._pieces += pieces

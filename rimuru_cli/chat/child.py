@@ -171,6 +171,7 @@ class Child:
     def _answer(self, session: ChatSession, begin: Callable[[Callable[[], object]], Turn]) -> None:
         turn = begin(self._stop.is_set)
         self._line.send(protocol.Begun(session.conversation.messages[-1].content))
+        turn.stream.reading = lambda read, total: self._line.send(protocol.Reading(read, total))
         for piece in session.pieces(turn):
             if piece.text:
                 self._line.send(protocol.Piece(piece.kind, piece.text))

@@ -74,6 +74,14 @@ class Begun:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """How many of a prompt's tokens are read, before its answer begins."""
+
+    read: int
+    total: int
+
+
+@dataclass(frozen=True)
 class Piece:
     """Text of the answer that is being made."""
 
@@ -120,10 +128,10 @@ class Left:
 
 
 ToEngine = Start | Say | Stop | Leave
-ToWindow = Progress | Note | Ready | Begun | Piece | Answered | Spoken | Failed | Idle | Left
+ToWindow = Progress | Note | Ready | Begun | Reading | Piece | Answered | Spoken | Failed | Idle | Left
 _TYPES: dict[str, type[Any]] = {
     kind.__name__.lower(): kind
-    for kind in (Start, Say, Stop, Leave, Progress, Note, Ready, Begun, Piece, Answered, Spoken, Failed, Idle, Left)
+    for kind in (Start, Say, Stop, Leave, Progress, Note, Ready, Begun, Reading, Piece, Answered, Spoken, Failed, Idle, Left)
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from rimuru_cli import errors
@@ -13,9 +14,9 @@ from rimuru_cli.output import Output, is_terminal
 from rimuru_models.errors import RimuruError, UsageError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
-    from rimuru_cli.chat.answer import Answer
+    from rimuru_cli.chat.answer import Answer, AnswerStream
     from rimuru_cli.engine.reasoning import TextDelta
 
 _HOW_TO_LEAVE = "(Ctrl-C again, Ctrl-D or /exit leaves)"
@@ -70,7 +71,8 @@ class Repl:
                 return bool(interrupt)
 
             turn = self.session.regenerate(stop_now) if question is None else self.session.ask(question, stop_now)
-            stream_pieces(self.session.pieces(turn), self.out)
+            with prompt_progress(turn.stream, self.out):
+                stream_pieces(self.session.pieces(turn), self.out)
             answer = self.session.settle(turn)
         self._say_how_it_went(turn, answer)
         # A second Ctrl-C that came before the step was through leaves as it would have at the prompt.
@@ -123,6 +125,14 @@ def stream_pieces(pieces: Iterable[TextDelta], out: Output, *, show_reasoning: b
         elif wrote_text and last != "\n":
             out.data("\n")
     return wrote_text
+
+
+@contextlib.contextmanager
+def prompt_progress(stream: AnswerStream, out: Output) -> Iterator[None]:
+    """Draw on stderr how far a prompt of several steps is read; the first text of the answer wipes it."""
+    with out.progress("items") as progress:
+        stream.reading = lambda read, total: progress("reading the prompt (tokens)", read, total)
+        yield
 
 
 def can_edit_lines(out: Output) -> bool:

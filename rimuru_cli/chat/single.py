@@ -12,7 +12,7 @@ from rimuru_cli import errors
 from rimuru_cli.chat import show
 from rimuru_cli.chat.answer import Answer, AnswerStream
 from rimuru_cli.chat.interrupt import InterruptFlag
-from rimuru_cli.chat.repl import read_stdin, stream_pieces, why_cut
+from rimuru_cli.chat.repl import prompt_progress, read_stdin, stream_pieces, why_cut
 from rimuru_cli.chat.session import ChatSession
 from rimuru_cli.output import Output, is_terminal
 from rimuru_models.errors import DoesNotFitError, UsageError
@@ -43,27 +43,30 @@ class SingleRun:
         """
         with InterruptFlag() as interrupt:
             try:
-                stream, keep = self._begin(session, prompt, lambda: bool(interrupt))
+                stream, pieces, keep = self._begin(session, prompt, lambda: bool(interrupt))
             except DoesNotFitError as error:  # the engine's hint speaks of slash commands
                 raise DoesNotFitError(error.what, hint="Shorten the prompt, or give more room with --context or --memory.") from error
-            if out.json and self.stream:
-                for piece in stream:
-                    out.emit({"event": "reasoning" if piece.kind == "reasoning" else "text", "text": piece.text}, compact=True)
-            elif out.json or not self.stream:
-                for _ in stream:
-                    pass
-            else:
-                stream_pieces(stream, out)
+            with prompt_progress(stream, out):
+                if out.json and self.stream:
+                    for piece in pieces:
+                        out.emit({"event": "reasoning" if piece.kind == "reasoning" else "text", "text": piece.text}, compact=True)
+                elif out.json or not self.stream:
+                    for _ in pieces:
+                        pass
+                else:
+                    stream_pieces(pieces, out)
         answer = keep()
         self._show(session, answer, out)
         return errors.INTERRUPTED if answer.finish_reason == "cancelled" else 0
 
-    def _begin(self, session: ChatSession, prompt: str, stop_now: Callable[[], bool]) -> tuple[Iterator[TextDelta], Callable[[], Answer]]:
+    def _begin(
+        self, session: ChatSession, prompt: str, stop_now: Callable[[], bool]
+    ) -> tuple[AnswerStream, Iterator[TextDelta], Callable[[], Answer]]:
         if not self.raw:
             turn = session.ask(prompt, stop_now)
-            return session.pieces(turn), lambda: session.settle(turn)
+            return turn.stream, session.pieces(turn), lambda: session.settle(turn)
         stream = begin_raw(session, prompt, stop_now)
-        return iter(stream), lambda: stream.answer
+        return stream, iter(stream), lambda: stream.answer
 
     def _show(self, session: ChatSession, answer: Answer, out: Output) -> None:
         info, snapshot = session.engine.info, session.engine.snapshot()

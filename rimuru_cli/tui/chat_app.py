@@ -22,6 +22,8 @@ from rimuru_cli.tui.widgets.chat_panel import ChatInput, ChatStatus
 from rimuru_cli.tui.widgets.transcript import Transcript
 from rimuru_models.errors import RimuruError, UsageError
 
+_ANSWERING = "answering; Esc stops"
+
 
 class EngineFailed(RimuruError):
     """The engine's process ended by itself: with the words of a failure that it told, or without any."""
@@ -96,8 +98,11 @@ class ChatApp(RimuruApp):
             case protocol.Begun(question):
                 self._answering = True
                 self._talk.say("you", question)
-                self._status.stand("answering; Esc stops")
+                self._status.stand(_ANSWERING)
+            case protocol.Reading(read, total):
+                self._status.stand(f"reading the prompt: {read:,} of {total:,} tokens; Esc stops")
             case protocol.Piece(kind, text):
+                self._status.stand(_ANSWERING)
                 self._talk.say("reasoning" if kind == "reasoning" else "model", text)
             case protocol.Answered(_, notes):
                 self._talk.say("note", "\n".join(notes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -292,3 +293,37 @@ def test_history_is_private_and_optional(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     notice = PromptReader(tmp_path / "file" / "history", lambda before: ()).notice
     assert notice is not None and "not remembered" in notice
+
+
+class Terminal(io.StringIO):
+    """A screen that remembers everything."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_reading_a_long_prompt_shows_on_a_terminal_and_is_wiped_before_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    session = ChatSession(FakeEngine(piece_tokens=10), FakeSpeech())
+    assert Repl(session, Person("hello"), Output()).run() == 0
+    text = screen.getvalue()
+    reading, _, rest = text.partition("Hello there.")
+    assert "reading the prompt" in reading and "10 of 23" in reading
+    assert reading.endswith(" \r"), "the bar is still on the line of the answer"
+    assert "reading" not in rest
+
+
+def test_a_prompt_of_one_step_shows_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    Repl(ChatSession(FakeEngine(piece_tokens=23), FakeSpeech()), Person("hello"), Output()).run()
+    assert "reading" not in screen.getvalue()
+
+
+def test_progress_stays_out_of_pipes(talk: Talk) -> None:
+    _, out, err, _ = talk("hello", engine=FakeEngine(piece_tokens=5))
+    assert out == "Hello there.\n"
+    assert "reading" not in err

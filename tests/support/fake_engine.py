@@ -44,12 +44,14 @@ class FakeEngine:
         reply: from the prompt's text to the answer's.
         step_seconds: how long a step takes.
         fail_at: the step number at which the engine raises RuntimeError.
+        piece_tokens: how many tokens of a prompt a step reads; None: it takes no step at all.
     """
 
     reply: Callable[[str], str] = lambda prompt: "Hello there."
     context_limit: int = 4096
     step_seconds: float = 0.0
     fail_at: int | None = None
+    piece_tokens: int | None = None
     notices: tuple[str, ...] = ()
     submitted: list[tuple[str, SamplingParams]] = field(default_factory=list)
     cancelled: list[Request] = field(default_factory=list)
@@ -102,7 +104,8 @@ class FakeEngine:
         text = bytes(prompt_ids).decode("utf-8", "replace")
         self.submitted.append((text, params))
         request = Request(len(self.submitted), tuple(prompt_ids), params)
-        request.timings.prompt_tokens = request.timings.computed_tokens = len(prompt_ids)
+        request.timings.prompt_tokens = len(prompt_ids)
+        request.timings.computed_tokens = len(prompt_ids) if self.piece_tokens is None else 0
         request.timings.prompt_seconds = request.timings.ttft_seconds = 0.5
         self._running[request.id] = (request, [*self.reply(text).encode("utf-8"), END])
         return request
@@ -119,6 +122,11 @@ class FakeEngine:
             raise RuntimeError("the fake engine broke")
         outputs = []
         for request, tokens in list(self._running.values()):
+            timings = request.timings
+            if self.piece_tokens is not None and timings.computed_tokens < timings.prompt_tokens:
+                timings.computed_tokens = min(timings.prompt_tokens, timings.computed_tokens + self.piece_tokens)
+                if timings.computed_tokens < timings.prompt_tokens:
+                    continue
             token = tokens.pop(0)
             if token == END:
                 self._finish(request, "stop")

@@ -19,6 +19,7 @@ MESSAGES = [
     protocol.Note("x", "yellow"),
     protocol.Ready("m", 1, {"/set": ["seed"]}),
     protocol.Begun("q"),
+    protocol.Reading(512, 4000),
     protocol.Piece("content", "日本"),
     protocol.Answered("stop", ("a", "b")),
     protocol.Spoken((("user", "q", ""), ("assistant", "a", "r"))),

@@ -166,8 +166,7 @@ async def test_layouts_for_wide_and_narrow_windows() -> None:
             seen.append((talk.is_on_screen, view.is_on_screen))
         assert seen == [(True, False), (False, True), (True, True)]
         await pilot.resize_terminal(80, 24)
-        await pilot.pause()
-        assert view.region.y > talk.region.y and view.region.height == 5 and view.region.width == 80
+        await until(pilot, lambda: view.region.y > talk.region.y and view.region.height == 5 and view.region.width == 80, "below")
         await until(pilot, lambda: "experts" in screen_text(app))
 
 
