@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from rimuru_cli.hub.integrity import ContentHash
 from rimuru_cli.hub.remote import Hub
@@ -15,14 +17,21 @@ from rimuru_cli.hub.remote_files import RemoteFile
 from rimuru_cli.hub.repository_cache import RepositoryCache
 from rimuru_cli.hub.transfer import Origin, receive
 from rimuru_models.errors import CheckpointError, VerificationError
+from rimuru_models.gguf import GGUFHeader
+from rimuru_models.gguf.cursor import NeedsMoreError
+from rimuru_models.gguf.files import part_names
+from rimuru_models.gguf.header import parse_gguf_header
 from rimuru_models.headers import SafetensorsHeader, parse_header
 
 MOST_SMALL_BYTES = 100_000_000
 _MOST_HEADER_BYTES = 25_000_000  # huggingface_hub's own limit; the largest headers known have a few megabytes
+_MOST_GGUF_HEADER_BYTES = 100_000_000  # a vocabulary and its merges are in it
 _MOST_IN_ALL = 400_000_000
 # Holds the header of most shards, so that one request is enough.
 _FIRST_GUESS = 128 << 10
+_FIRST_GGUF_GUESS = 4 << 20
 _ATTEMPTS, _BUDGET_SECONDS = 4, 60.0
+Header = TypeVar("Header")
 
 
 class DamagedHeaderError(CheckpointError):
@@ -76,14 +85,25 @@ class Beginnings:
         """The checked header of a safetensors file.
 
         Raises:
+            DamagedHeaderError, CheckpointError, RimuruError: as `gguf_header`.
+        """
+        return self._checked(file, self._header)
+
+    def gguf_header(self, file: RemoteFile) -> GGUFHeader:
+        """The checked header of a GGUF file.
+
+        Raises:
             DamagedHeaderError: it is broken or absurdly long, here and as it arrives; only the file's checksum can tell whether that is so
                 on the hub, too, or happened on the way.
             CheckpointError: it is broken on the hub.
             RimuruError: the hub refuses, or cannot be reached.
         """
+        return self._checked(file, self._gguf_header)
+
+    def _checked(self, file: RemoteFile, read: Callable[[RemoteFile, bool], Header]) -> Header:
         for local in (True, False, False):  # damage on the disk or on the way is no reason to give up
             try:
-                return self._header(file, local=local)
+                return read(file, local)
             except CheckpointError as error:
                 broken = error
             data = self.fetched.pop(file.name, b"")
@@ -93,7 +113,20 @@ class Beginnings:
             raise broken
         raise DamagedHeaderError(broken.what, hint=broken.hint)
 
-    def _header(self, file: RemoteFile, *, local: bool) -> SafetensorsHeader:
+    def _gguf_header(self, file: RemoteFile, local: bool) -> GGUFHeader:
+        where = f"{self._origin.repository}/{file.name}"
+        # Only the first part has the metadata, with the vocabulary in it.
+        guess = _FIRST_GGUF_GUESS if part_names(file.name)[0] == file.name else _FIRST_GUESS
+        data = self._first(file, min(guess, file.num_bytes), local)
+        while True:
+            try:
+                return parse_gguf_header(data, file.num_bytes, where)
+            except NeedsMoreError as more:
+                if more.at_least > _MOST_GGUF_HEADER_BYTES:
+                    raise CheckpointError(f"{where} is not a usable GGUF file: its header is absurdly long.") from None
+                data = self._first(file, min(file.num_bytes, max(2 * len(data), more.at_least)), local)
+
+    def _header(self, file: RemoteFile, local: bool) -> SafetensorsHeader:
         where = f"{self._origin.repository}/{file.name}"
         if file.num_bytes < 10:
             raise CheckpointError(f"{where} has {file.num_bytes} bytes: too short for a safetensors file.")

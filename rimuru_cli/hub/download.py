@@ -87,7 +87,7 @@ class Pulled:
     """A finished download.
 
     Attributes:
-        path: the snapshot's folder.
+        path: the snapshot's folder, or the GGUF file in it.
         files: name -> record, as in the manifest.
         received_bytes: what came over the network.
         seconds: how long it took.
@@ -173,8 +173,7 @@ class Download:
             raise self._error
         with self._disk_in_words():
             files = self._finish()
-        path = plan.cache.snapshot(plan.origin.commit)
-        return Pulled(path, files, self._tally.received, time.monotonic() - began)
+        return Pulled(plan.path, files, self._tally.received, time.monotonic() - began)
 
     def _tell(self) -> None:
         with contextlib.suppress(queue.Empty):
@@ -321,7 +320,10 @@ class Download:
         if not COMMIT.fullmatch(plan.revision):
             cache.write_ref(plan.revision, plan.origin.commit)
         try:
-            PullManifest.now(plan.origin.repository, plan.origin.commit, plan.revision, files).write()
+            # Other models of the same commit (GGUF files beside each other) keep their records.
+            before = PullManifest.read(plan.origin.repository, plan.origin.commit)
+            known_files = files if before is None else {**before.files, **files}
+            PullManifest.now(plan.origin.repository, plan.origin.commit, plan.revision, known_files).write()
             if plan.renamed:
                 remember_renamed(plan.asked_for, plan.origin.repository)
         except OSError as error:  # the model is whole all the same

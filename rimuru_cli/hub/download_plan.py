@@ -6,19 +6,26 @@ import errno
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rimuru_cli.hub.beginnings import Beginnings, DamagedHeaderError
 from rimuru_cli.hub.fit import FitCheck, FitVerdict
+from rimuru_cli.hub.licence import is_licence_file
 from rimuru_cli.hub.pull_manifest import PullManifest
 from rimuru_cli.hub.remote import Hub
 from rimuru_cli.hub.remote_files import COMMIT, CONFIG, TOKENIZER, RemoteFile, Selection, select
-from rimuru_cli.hub.remote_headers import narrow, read_config, read_headers
+from rimuru_cli.hub.remote_headers import narrow, read_config, read_gguf, read_headers
 from rimuru_cli.hub.repository_cache import RepositoryCache
+from rimuru_cli.hub.sizes import size_in_words
 from rimuru_cli.hub.transfer import Origin
+from rimuru_cli.hub.variants import matching, shown_name, variants_of
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError, NoSpaceError, RimuruError
+from rimuru_models.gguf import is_gguf
+from rimuru_models.gguf.config import config_values
+from rimuru_models.index import gguf_index
 
 _UNUSABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
@@ -60,6 +67,7 @@ class Plan:
         verdict: whether it fits this machine; None when that was not looked at or cannot be said.
         objections: what speaks against it.
         beginnings: first bytes that were read on the way, by name.
+        variant: what it is called among the GGUF models of its repository; None: safetensors.
     """
 
     origin: Origin
@@ -75,6 +83,18 @@ class Plan:
     verdict: FitVerdict | None = None
     objections: tuple[Objection, ...] = ()
     beginnings: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    variant: str | None = None
+
+    @property
+    def name(self) -> str:
+        """What to type as MODEL, but for the revision."""
+        return shown_name(self.origin.repository, self.variant, None)
+
+    @property
+    def path(self) -> Path:
+        """Where the model will lie: its folder, or the GGUF file in it (the first of its parts)."""
+        first = next((file.name for file in self.files if is_gguf(Path(file.name))), None) if self.variant is not None else None
+        return self.cache.snapshot(self.origin.commit) if first is None else self.cache.pointer(self.origin.commit, first)
 
     @property
     def renamed(self) -> bool:
@@ -108,7 +128,7 @@ class Plan:
         return len(self.known_good) == len(self.files) and all(pointer.is_file() for pointer in pointers)
 
 
-def make_plan(hub: Hub, repository: str, revision: str, check_fit: FitCheck | None) -> Plan:
+def make_plan(hub: Hub, repository: str, revision: str, check_fit: FitCheck | None, variant: str | None = None) -> Plan:
     """Find out what `repository` at `revision` is, what of it is here, and what speaks against fetching the rest.
 
     Args:
@@ -116,9 +136,11 @@ def make_plan(hub: Hub, repository: str, revision: str, check_fit: FitCheck | No
         repository: `org/name`, already checked.
         revision: branch, tag or commit, already checked.
         check_fit: says whether the model runs on this machine; None: not asked.
+        variant: which GGUF model of several.
 
     Raises:
-        NotFoundError: missing, gated, private, or no such revision.
+        NotFoundError: missing, gated, private, or no such revision or GGUF model.
+        UsageError: several GGUF models, and none was named.
         CheckpointError: pickled weights only, or a repository that is not a model or not honest.
         NoSpaceError: too little space for it; says how many bytes are missing.
         RimuruError: the hub cannot be reached.
@@ -130,20 +152,31 @@ def make_plan(hub: Hub, repository: str, revision: str, check_fit: FitCheck | No
     if manifest is not None:
         # It was pulled before, so all questions have been answered; only what was damaged or deleted since is fetched. Where nothing is
         # left of it (another tool deleted it) they are asked again.
-        plan = _plan(origin, repository, revision, cache, manifest.remote_files())
-        if CONFIG in plan.present:
+        pulled = _pulled(manifest, variant)
+        plan = _plan(origin, repository, revision, cache, pulled.files, pulled.variant)
+        if pulled.files and (CONFIG in plan.present or (pulled.variant is not None and plan.present)):
             return _checked_for_space(plan)
-    selection = select(info.repository, hub.tree(info.repository, info.commit))
+    selection = select(info.repository, hub.tree(info.repository, info.commit), variant)
     beginnings = Beginnings(hub, origin, cache)
     _borrow(cache, repository, origin, selection.files)
-    selection, weight_map = narrow(beginnings, selection)
-    values = read_config(beginnings, selection, info.repository)
-    plan = _checked_for_space(_plan(origin, repository, revision, cache, selection.files))
-    objections, verdict = _without_tokenizer(info.repository, selection), None
+    if selection.variant is None:
+        selection, weight_map = narrow(beginnings, selection)
+        architecture = _architecture(read_config(beginnings, selection, info.repository))
+    plan = _checked_for_space(_plan(origin, repository, revision, cache, selection.files, selection.variant))
+    objections, verdict = [] if selection.variant else _without_tokenizer(info.repository, selection), None
     try:
-        config = ModelConfig.from_dict(values, where=f"{info.repository}/{CONFIG}")
+        if selection.variant is None:
+            values = read_config(beginnings, selection, info.repository)
+            config = ModelConfig.from_dict(values, where=f"{info.repository}/{CONFIG}")
+            headers = partial(read_headers, beginnings, selection, weight_map, origin)
+        else:
+            architecture = None
+            files = read_gguf(beginnings, selection, origin)
+            architecture = files.main.string("general.architecture", "")[:100] or None
+            config = ModelConfig.from_dict(config_values(files), where=files.main.where)
+            headers = partial(gguf_index, files)
         if check_fit is not None and plan.missing_bytes > 0:
-            verdict = check_fit(info.repository, config, read_headers(beginnings, selection, weight_map, origin))
+            verdict = check_fit(plan.name, config, headers())
             if not verdict.runs:
                 objections.append(Objection(verdict.problem or verdict.headline, verdict.hint, verdict.exit_code))
     except DamagedHeaderError as error:
@@ -154,25 +187,41 @@ def make_plan(hub: Hub, repository: str, revision: str, check_fit: FitCheck | No
         objections.append(Objection(f"rimuru cannot run this model: {error.what}", error.hint, error.exit_code))
     return replace(
         plan,
-        architecture=_architecture(values),
+        architecture=architecture,
         verdict=verdict,
         objections=tuple(objections) if plan.missing_bytes > 0 else (),
         beginnings=beginnings.fetched,
     )
 
 
-def finished_plan(repository: str, revision: str) -> Plan | None:
+def _pulled(manifest: PullManifest, variant: str | None) -> Selection:
+    """Those files of an earlier pull that belong to the model that is wanted now; none: it was another one."""
+    files = manifest.remote_files()
+    plain = [file for file in files if not is_gguf(Path(file.name))]
+    weights = tuple(file for file in files if is_gguf(Path(file.name)))
+    if variant is None and any(file.name == CONFIG for file in plain):
+        return Selection((), tuple(plain), False)
+    variants = variants_of({file.name: file.num_bytes for file in weights})
+    found = variants if variant is None else matching(variants, variant)
+    if len(found) != 1 or found[0].missing:
+        return Selection((), (), False)
+    others = tuple(file for file in plain if is_licence_file(file.name))
+    return Selection(tuple(file for file in weights if file.name in found[0].names), others, False, found[0].label)
+
+
+def finished_plan(repository: str, revision: str, variant: str | None = None) -> Plan | None:
     """The plan of a pull that is known to be finished, without asking the hub; None when there is none."""
     cache = RepositoryCache.of(repository)
     commit = revision if COMMIT.fullmatch(revision) else cache.commit_of(revision)
     manifest = PullManifest.read(repository, commit) if commit else None
     if manifest is None:
         return None
-    plan = _plan(Origin(repository, manifest.commit), repository, revision, cache, manifest.remote_files())
-    return plan if plan.complete else None
+    pulled = _pulled(manifest, variant)
+    plan = _plan(Origin(repository, manifest.commit), repository, revision, cache, pulled.files, pulled.variant)
+    return plan if pulled.files and plan.complete else None
 
 
-def _plan(origin: Origin, repository: str, revision: str, cache: RepositoryCache, files: Sequence[RemoteFile]) -> Plan:
+def _plan(origin: Origin, repository: str, revision: str, cache: RepositoryCache, files: Sequence[RemoteFile], variant: str | None) -> Plan:
     records = known_records(origin.repository)
     present, good, parts = set(), set(), {}
     for file in files:
@@ -184,7 +233,7 @@ def _plan(origin: Origin, repository: str, revision: str, cache: RepositoryCache
         if (file.etag, path.stat().st_mtime_ns) in records:
             good.add(file.name)
     free = shutil.disk_usage(_existing(cache.root)).free
-    return Plan(origin, repository, revision, cache, tuple(files), frozenset(present), frozenset(good), parts, free)
+    return Plan(origin, repository, revision, cache, tuple(files), frozenset(present), frozenset(good), parts, free, variant=variant)
 
 
 def _borrow(cache: RepositoryCache, asked_for: str, origin: Origin, files: Sequence[RemoteFile]) -> None:
@@ -219,9 +268,10 @@ def no_space(plan: Plan, needed: int, free: int) -> NoSpaceError:
     """The error for a disk that is too full, before or during a download; `needed` and `free` in bytes."""
     lacking = needed - free
     if lacking > 0:
-        missing = f"needs {in_words(needed)} more, and {in_words(free)} are free: {in_words(lacking)} ({lacking} bytes) are missing"
+        gap = f"{size_in_words(lacking)} ({lacking} bytes) are missing"
+        missing = f"needs {size_in_words(needed)} more, and {size_in_words(free)} are free: {gap}"
     else:
-        missing = f"needs {in_words(needed)} more, and the system gives no more space (a quota, perhaps)"
+        missing = f"needs {size_in_words(needed)} more, and the system gives no more space (a quota, perhaps)"
     return NoSpaceError(
         f"{plan.origin.repository} {missing} on the disk of {plan.cache.root}.",
         hint="free some space (`rimuru list` shows what models take, `rimuru rm` deletes them), or let HF_HOME name a larger disk",
@@ -242,16 +292,6 @@ def refused_by_the_disk(plan: Plan, error: OSError) -> RimuruError | None:
         f"The cache in {root} cannot be used: {error.strerror} ({error.filename or root}).",
         hint="check who owns it, its permissions and what lies there, or let HF_HOME name another folder",
     )
-
-
-def in_words(num_bytes: int) -> str:
-    """A size for people; the hub does not know output.py."""
-    size = float(num_bytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def _existing(path: Path) -> Path:

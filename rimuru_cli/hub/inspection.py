@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +12,11 @@ from typing import Any, Literal
 from rimuru_cli.hub.snapshot import lacking, missing_files
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import RimuruError
+from rimuru_models.gguf import GGUFFiles, is_gguf, open_gguf
+from rimuru_models.gguf.config import config_values
+from rimuru_models.gguf.files import part_names
+from rimuru_models.gguf.kinds import in_words
+from rimuru_models.gguf.resolve import resolve_gguf
 from rimuru_models.headers import DTYPE_BITS, read_header
 from rimuru_models.index import read_json_file
 
@@ -18,6 +24,7 @@ Status = Literal["ready", "incomplete", "unusable"]
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32", "float64": "F64"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_EXPERTS = re.compile(r"\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.\d+)\.weight$")
 _SHOWN = 2
 _LONGEST = 80
 
@@ -28,7 +35,7 @@ class Inspection:
 
     Attributes:
         architecture: class name in config.json; None when it names none.
-        precision: safetensors name of the weights' number format, or the method by which they are quantised; None: not known.
+        precision: safetensors name of the weights' number format, or what quantised ones are called; None: not known.
         config: the configuration, if rimuru can run such a model.
         status: ready to run, incomplete (a download was cut short), or nothing for rimuru.
         why_not: why it is not ready, a phrase without a full stop; None when it is.
@@ -45,9 +52,11 @@ def inspect(folder: Path, repository: str | None = None) -> Inspection:
     """Look at a folder that is thought to hold a model. Never fails: what is wrong is the answer.
 
     Args:
-        folder: where it lies.
+        folder: where it lies; or a GGUF file, the first of its parts.
         repository: `org/name`, if it is a snapshot of one in the cache.
     """
+    if is_gguf(folder) and not folder.is_dir():
+        return _gguf(folder)
     if not (folder / "config.json").is_file():
         return _without_config(folder)
     try:
@@ -63,6 +72,8 @@ def inspect(folder: Path, repository: str | None = None) -> Inspection:
         config = ModelConfig.from_dict(values, where="config.json")
     except RimuruError as error:
         return Inspection(architecture, precision, None, "unusable", error.what.removeprefix("config.json: ").rstrip("."))
+    if config.quantization is not None:
+        precision = config.quantization.label
     missing = missing_files(folder) if repository is None else lacking(repository, folder)
     if missing:
         return Inspection(architecture, precision, config, "incomplete", f"it lacks {_some(missing)}")
@@ -70,11 +81,39 @@ def inspect(folder: Path, repository: str | None = None) -> Inspection:
 
 
 def _without_config(folder: Path) -> Inspection:
-    if next(folder.glob("*.gguf"), None):
-        return Inspection(None, "GGUF", None, "unusable", "GGUF files are not read")
     if next(folder.glob("*.safetensors"), None):
         return Inspection(None, None, None, "incomplete", "it lacks config.json")
     return Inspection(None, None, None, "unusable", "no config.json, so no model that rimuru knows")
+
+
+def _gguf(path: Path) -> Inspection:
+    """A GGUF model by the headers of its files."""
+    missing = [name for name in part_names(path.name) if not path.with_name(name).is_file()]
+    if missing:
+        return Inspection(None, "GGUF", None, "incomplete", f"it lacks {_some(missing)}")
+    try:
+        files = open_gguf(path)
+        architecture, precision = _printable(files.main.string("general.architecture")), gguf_precision(files)
+    except RimuruError as error:
+        return Inspection(None, "GGUF", None, "unusable", error.what.removeprefix(f"{path} ").rstrip("."))
+    try:
+        config = ModelConfig.from_dict(config_values(files), where=path.name)
+        resolve_gguf(files, config)
+    except RimuruError as error:
+        why = error.what.removeprefix(f"{path}: ").removeprefix(f"{path.name}: ").rstrip(".")
+        return Inspection(architecture, precision, None, "unusable", why)
+    return Inspection(config.architecture, precision, config, "ready", None)
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_LONGEST])
+
+
+def gguf_precision(files: GGUFFiles) -> str:
+    """What experts are stored as, in words; where there are none, all matrices."""
+    experts = [one for name, (_, one) in files.tensors.items() if _EXPERTS.search(name)]
+    matrices = experts or [one for _, one in files.tensors.values() if len(one.shape) > 1]
+    return in_words((one.kind, one.stop - one.start) for one in matrices)
 
 
 def _pickled_only(folder: Path) -> bool:

@@ -13,16 +13,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from rimuru_cli.hub import embedded
+from rimuru_cli.hub import embedded, paths
 from rimuru_cli.hub.inspection import Inspection, Status, inspect
 from rimuru_cli.hub.manifest import Manifest
 from rimuru_cli.hub.profiles import ProfileSummary, recorded_profiles
+from rimuru_cli.hub.snapshot import is_plain, known_variants
 from rimuru_cli.hub.usage import Use, last_uses
+from rimuru_cli.hub.variants import Variant, shown_name
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import RimuruError
+from rimuru_models.gguf import is_gguf
+from rimuru_models.gguf.files import part_names
 from rimuru_models.index import model_identity
 
-Kind = Literal["demo", "cache", "folder"]
+Kind = Literal["demo", "cache", "copy", "folder"]
 
 PREFIX = "models--"
 _DEMO_PREFIX = f"{embedded.EMBEDDED_NAME}-"
@@ -34,8 +38,9 @@ class LibraryModel:
 
     Attributes:
         name: what to type as MODEL; revisions other than `main`, and other builds of the demonstration model, follow after an @.
-        kind: built by rimuru, in the shared cache, or a local folder.
-        path: the folder with config.json; of a download that got no further, the repository's folder in the cache.
+        kind: built by rimuru, in the shared cache, a quantised copy that rimuru made, or a local folder.
+        path: the folder with config.json, or the GGUF file (the first of its parts); of a download that got no further, the repository's
+            folder in the cache.
         repository: `org/name` of what is in the cache.
         revision: commit of a snapshot.
         refs: branches and tags that mean this commit.
@@ -43,6 +48,7 @@ class LibraryModel:
         unfinished_bytes: of files whose download was cut short.
         last_used: by rimuru; else when the system says that the weights were last read.
         profile: the hotset profile that was recorded for it here.
+        variant: what it is called among the GGUF models of its repository.
     """
 
     name: str
@@ -56,6 +62,7 @@ class LibraryModel:
     last_used: datetime | None
     profile: ProfileSummary | None
     inspection: Inspection
+    variant: str | None = None
 
     @property
     def status(self) -> Status:
@@ -74,7 +81,7 @@ def cache_folder() -> Path:
 def find_models() -> list[LibraryModel]:
     """All models that are here, runnable or not; the last used first, then by name."""
     notes = _Notes(last_uses(), recorded_profiles())
-    models = [*_demos(notes), *_cached(notes)]
+    models = [*_demos(notes), *_cached(notes), *_copies(notes)]
     models += _folders(notes, {Path(os.path.realpath(model.path)) for model in models})
     return sorted(models, key=lambda model: (-model.last_used.timestamp() if model.last_used else 0.0, model.name))
 
@@ -135,19 +142,46 @@ def _of_repository(folder: Path, notes: _Notes) -> Iterator[LibraryModel]:
     main = next((snapshot for snapshot in snapshots if refs.get("main") == snapshot.name), snapshots[0])
     for snapshot in snapshots:
         own_refs = tuple(sorted(name for name, commit in refs.items() if commit == snapshot.name))
-        name = repository if "main" in own_refs else f"{repository}@{own_refs[0] if own_refs else snapshot.name}"
-        if "/" not in repository:  # such a name cannot be told from a folder's, so its folder is what to type
-            name = str(snapshot)
-        model = _model(name, "cache", snapshot, inspect(snapshot, repository), notes)
+        suffix = None if "main" in own_refs else own_refs[0] if own_refs else snapshot.name
         left = unfinished if snapshot == main else 0
-        yield replace(model, repository=repository, revision=snapshot.name, refs=own_refs, unfinished_bytes=left)
+        for variant in _models_in(snapshot, repository):
+            path = snapshot if variant is None else snapshot.joinpath(*variant.names[0].split("/"))
+            name = shown_name(repository, None if variant is None else variant.label, suffix)
+            if "/" not in repository:  # such a name cannot be told from a folder's, so its folder is what to type
+                name = str(path)
+            model = _model(name, "cache", path, inspect(path, repository), notes)
+            if variant is not None:
+                model = replace(model, variant=variant.label, size_bytes=size_on_disk(snapshot / one for one in variant.names))
+            yield replace(model, repository=repository, revision=snapshot.name, refs=own_refs, unfinished_bytes=left)
+            left = 0
+
+
+def _models_in(snapshot: Path, repository: str) -> Iterator[Variant | None]:
+    """GGUF models of a snapshot; None for one of safetensors, or whatever else it is."""
+    variants = known_variants(repository, snapshot)
+    if is_plain(snapshot) or not variants:
+        yield None
+    yield from variants
+
+
+def _copies(notes: _Notes) -> Iterator[LibraryModel]:
+    """Quantised copies below rimuru's data folder, and what is left of those whose making was cut short."""
+    for folder in _children(paths.quantized_dir()):
+        look = inspect(folder)
+        if not (folder / "config.json").is_file():
+            look = replace(look, status="incomplete", why_not="its making was cut short; the same command goes on with it")
+        yield _model(folder.name, "copy", folder, look, notes)
 
 
 def _folders(notes: _Notes, known: set[Path]) -> Iterator[LibraryModel]:
     """Local folders that rimuru has run and that are still there."""
-    places = [Path(os.path.realpath(place)) for place in (embedded.model_dir().parent, cache_folder())]
+    places = [Path(os.path.realpath(place)) for place in (embedded.model_dir().parent, cache_folder(), paths.quantized_dir())]
     for real, use in notes.uses.items():
-        if real not in known and real.is_dir() and not any(real.is_relative_to(place) for place in places):
+        if (
+            real not in known
+            and (real.is_dir() or (is_gguf(real) and real.is_file()))
+            and not any(real.is_relative_to(place) for place in places)
+        ):
             yield _model(str(use.path), "folder", use.path, inspect(use.path), notes)
 
 
@@ -160,7 +194,7 @@ def _model(name: str, kind: Kind, folder: Path, look: Inspection, notes: _Notes)
         repository=None,
         revision=None,
         refs=(),
-        size_bytes=size_on_disk(files_below(folder)),
+        size_bytes=size_on_disk(files_of(folder)),
         unfinished_bytes=0,
         last_used=used.used_at if used else _last_read(folder),
         profile=profile_of(folder, look.config, notes.profiles) if look.status == "ready" and look.config else None,
@@ -193,7 +227,7 @@ def size_on_disk(files: Iterable[Path]) -> int:
 def _last_read(folder: Path) -> datetime | None:
     """When the system says that weights in this folder were last read."""
     times = []
-    for path in folder.glob("*.safetensors"):
+    for path in folder.glob("*.safetensors") if folder.is_dir() else files_of(folder):
         with contextlib.suppress(OSError):
             times.append(path.stat().st_atime)
     return datetime.fromtimestamp(max(times), UTC) if times else None
@@ -214,6 +248,14 @@ def _children(folder: Path, *, folders: bool = True) -> list[Path]:
         return sorted(child for child in folder.iterdir() if child.is_dir() == folders)
     except OSError:
         return []
+
+
+def files_of(path: Path) -> Iterator[Path]:
+    """All files of a model: those below a folder, or the parts of a GGUF model."""
+    if is_gguf(path) and not path.is_dir():
+        yield from (path.with_name(name) for name in part_names(path.name))
+    else:
+        yield from files_below(path)
 
 
 def files_below(folder: Path) -> Iterator[Path]:

@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rimuru_cli.hub.embedded import EMBEDDED_NAME
+from rimuru_models.gguf import is_gguf
 
 _MOST = 3
 _PREFIX = "models--"
 
 
-def near_folders(path: Path) -> list[str]:
-    """Folders beside `path`, which does not exist, whose names resemble its own; at most 3, the nearest first."""
+def near_paths(path: Path) -> list[str]:
+    """Folders and GGUF files beside `path`, which does not exist, whose names resemble its own; at most 3, the nearest first."""
     try:
-        siblings = [child.name for child in path.parent.iterdir() if child.is_dir()]
+        siblings = [child.name for child in path.parent.iterdir() if child.is_dir() or is_gguf(child)]
     except OSError:
         return []
     return [str(path.parent / name) for name in _closest(path.name, siblings)]
@@ -29,7 +30,10 @@ def near_repositories(name: str) -> list[str]:
         folders = [child.name for child in Path(constants.HF_HUB_CACHE).iterdir() if child.name.startswith(_PREFIX)]
     except OSError:
         folders = []
-    return _closest(name.partition("@")[0], [folder.removeprefix(_PREFIX).replace("--", "/", 1) for folder in folders] + [EMBEDDED_NAME])
+    return _closest(
+        name.partition("@")[0].partition(":")[0],
+        [folder.removeprefix(_PREFIX).replace("--", "/", 1) for folder in folders] + [EMBEDDED_NAME],
+    )
 
 
 def did_you_mean(names: list[str]) -> str | None:

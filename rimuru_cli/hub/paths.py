@@ -34,6 +34,11 @@ def profiles_dir() -> Path:
     return data_dir() / "profiles"
 
 
+def quantized_dir() -> Path:
+    """Quantised copies of models, a folder each. Not created here."""
+    return data_dir() / "quantized"
+
+
 def config_dir() -> Path:
     """The folder of the TOML settings file. Not created here."""
     home = home_override()

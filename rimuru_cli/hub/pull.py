@@ -6,16 +6,16 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from rimuru_cli.hub.download import Download, Listener, Pulled
-from rimuru_cli.hub.download_plan import CacheRefusedError, Plan, finished_plan, in_words, make_plan
+from rimuru_cli.hub.download_plan import CacheRefusedError, Plan, finished_plan, make_plan
 from rimuru_cli.hub.fit import FitCheck
 from rimuru_cli.hub.manifest import Progress
 from rimuru_cli.hub.patience import UnreachableError
 from rimuru_cli.hub.pull_manifest import PullManifest, renamed_to
 from rimuru_cli.hub.remote import Hub
 from rimuru_cli.hub.remote_files import COMMIT
-from rimuru_cli.hub.resolve import ResolvedModel, parse_repository, resolve_here
-from rimuru_cli.hub.snapshot import find_snapshot
-from rimuru_models.errors import NotFoundError, RimuruError
+from rimuru_cli.hub.resolve import RepositoryName, ResolvedModel, parse_repository, resolve_here, resolve_snapshot
+from rimuru_cli.hub.sizes import size_in_words
+from rimuru_models.errors import NotFoundError, RimuruError, UsageError
 
 
 class PullScreen(Listener, Protocol):
@@ -44,7 +44,8 @@ def pull_model(name: str, screen: PullScreen, *, yes: bool, at_once: int, check_
     """Make a model be on this machine, whole and checked.
 
     Args:
-        name: `org/name[@revision]`; a folder or the demonstration model are there already (the latter is built if need be).
+        name: `org/name[:variant][@revision]`; a folder, a GGUF file or the demonstration model are there already (the latter is built if
+            need be).
         screen: who is told.
         yes: go on whatever speaks against it.
         at_once: files to fetch side by side.
@@ -63,21 +64,21 @@ def pull_model(name: str, screen: PullScreen, *, yes: bool, at_once: int, check_
     if here is not None:
         screen.here(here)
         return
-    repository, revision = parse_repository(name)
-    revision = revision or "main"
-    if COMMIT.fullmatch(revision) and (plan := finished_plan(repository, revision)) is not None:
+    wanted = parse_repository(name)
+    repository, variant, revision = wanted.repository, wanted.variant, wanted.revision or "main"
+    if COMMIT.fullmatch(revision) and (plan := finished_plan(repository, revision, variant)) is not None:
         screen.done(plan, as_it_is(plan))  # a commit never changes: nothing to ask
         return
     try:
         with screen.looking() as progress:
             progress(f"Asking for {repository}", 0, 0)
             hub = Hub(notice=screen.notice)
-            plan = make_plan(hub, repository, revision, check_fit)
+            plan = make_plan(hub, repository, revision, check_fit, variant)
     except UnreachableError as error:
         names = (repository, renamed_to(repository))
-        finished = next((plan for one in names if one is not None and (plan := finished_plan(one, revision)) is not None), None)
+        finished = next((plan for one in names if one is not None and (plan := finished_plan(one, revision, variant)) is not None), None)
         if finished is None:
-            if not _shown_as_it_is(name, repository, revision, error, screen):
+            if not _shown_as_it_is(name, wanted, error, screen):
                 raise
             return
         screen.notice(f"{error.what} What is here of {finished.origin.repository} is complete, but there may be a newer version.")
@@ -94,31 +95,35 @@ def pull_model(name: str, screen: PullScreen, *, yes: bool, at_once: int, check_
         try:
             pulled = download.run()
         except KeyboardInterrupt:
-            kept = f"{in_words(download.kept_bytes)} of {in_words(plan.total_bytes)}"
+            kept = f"{size_in_words(download.kept_bytes)} of {size_in_words(plan.total_bytes)}"
             screen.notice(f"{kept} are kept; the same command goes on from there")
             raise
         except CacheRefusedError as error:
-            if not _shown_as_it_is(name, plan.origin.repository, plan.origin.commit, error, screen):
+            here_already = RepositoryName(plan.origin.repository, plan.origin.commit, variant)
+            if not _shown_as_it_is(name, here_already, error, screen):
                 raise
             return
     screen.done(plan, pulled)
 
 
-def _shown_as_it_is(name: str, repository: str, revision: str, why: RimuruError, screen: PullScreen) -> bool:
+def _shown_as_it_is(name: str, wanted: RepositoryName, why: RimuruError, screen: PullScreen) -> bool:
     """Show a snapshot that lacks nothing and that rimuru did not pull, since `why` keeps it from doing more; False when there is none."""
     try:
-        found, folder = find_snapshot(repository, revision)
-    except NotFoundError:
+        found = resolve_snapshot(wanted)
+    except (NotFoundError, UsageError):
         return False
-    if PullManifest.read(found, folder.name) is not None:
+    repository = wanted.repository if found.revision is None else found.name.partition(":")[0]
+    if found.revision is None or PullManifest.read(repository, found.revision) is not None:
         return False
     compare = f"`rimuru verify {name}` compares its checksums"
-    screen.notice(f"{why.what} What another tool downloaded of {found} is here; {compare}.")
-    screen.here(ResolvedModel(found, folder, folder.name, False))
+    screen.notice(f"{why.what} What another tool downloaded of {found.name} is here; {compare}.")
+    screen.here(found)
     return True
 
 
 def as_it_is(plan: Plan) -> Pulled:
     """What a pull of a finished plan gives."""
     manifest = PullManifest.read(plan.origin.repository, plan.origin.commit)
-    return Pulled(plan.cache.snapshot(plan.origin.commit), dict(manifest.files) if manifest else {}, 0, 0.0)
+    names = {file.name for file in plan.files}
+    files = {name: file for name, file in manifest.files.items() if name in names} if manifest else {}
+    return Pulled(plan.path, files, 0, 0.0)

@@ -7,7 +7,8 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rimuru_models.errors import CheckpointError
+from rimuru_cli.hub.variants import choose, variants_of
+from rimuru_models.errors import CheckpointError, NotFoundError
 
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
@@ -63,14 +64,17 @@ class Selection:
     """What `pull` takes of a repository.
 
     Attributes:
-        weights: safetensors files, sorted by name; with `needs_index` not known until the index has been read.
+        weights: safetensors files, sorted by name (with `needs_index` not known until the index has been read), or the parts of a GGUF
+            model.
         others: config, tokenizer, templates, licence, index; sorted by name.
         needs_index: whether the index says which of `weights` count.
+        variant: what the GGUF model is called among others of its repository; None: safetensors.
     """
 
     weights: tuple[RemoteFile, ...]
     others: tuple[RemoteFile, ...]
     needs_index: bool
+    variant: str | None = None
 
     @property
     def files(self) -> tuple[RemoteFile, ...]:
@@ -92,16 +96,27 @@ class Selection:
         return Selection(tuple(by_name[name] for name in wanted), self.others, False)
 
 
-def select(repository: str, files: Sequence[RemoteFile]) -> Selection:
-    """Choose what `pull` takes: safetensors weights, config, tokenizer, templates, licence.
+def select(repository: str, files: Sequence[RemoteFile], variant: str | None = None) -> Selection:
+    """Choose what `pull` takes: safetensors weights, config, tokenizer, templates, licence; or a GGUF model and its licence.
 
-    Weights lie in the root and are chosen as the loader does: model.safetensors, else what the index names, else every *.safetensors.
+    Safetensors lie in the root and are chosen as the loader does: model.safetensors, else what the index names, else every *.safetensors.
+    GGUF models may lie in folders; one is taken if it was named, or if it is all there is.
+
+    Args:
+        variant: which GGUF model; None: safetensors, else the only GGUF model.
 
     Raises:
-        CheckpointError: a name that must not be written, no config.json, or no safetensors weights (pickles and GGUF are refused).
+        CheckpointError: a name that must not be written, no config.json, or no weights (pickles are refused).
+        NotFoundError: no GGUF model of this name.
+        UsageError: several GGUF models, and none was named.
     """
     names = [file.name for file in files]
     check_names(repository, names)
+    plain = any("/" not in name and name.endswith(".safetensors") and not name.startswith(".") for name in names)
+    if variant is not None or not plain:
+        gguf = _select_gguf(repository, files, variant)
+        if gguf is not None:
+            return gguf
     others = [file for file in files if file.name in _PLAIN or any(pattern.fullmatch(file.name) for pattern in _PATTERNS)]
     weights = [file for file in files if "/" not in file.name and file.name.endswith(".safetensors") and not file.name.startswith(".")]
     if not weights:
@@ -124,18 +139,31 @@ def select(repository: str, files: Sequence[RemoteFile]) -> Selection:
     return Selection(tuple(sorted(weights, key=by_name)), tuple(sorted(others, key=by_name)), index is not None)
 
 
+def _select_gguf(repository: str, files: Sequence[RemoteFile], wanted: str | None) -> Selection | None:
+    """The parts of one GGUF model and the licence; None where there is none and none was asked for."""
+    by_name = {file.name: file for file in files}
+    variants = variants_of({file.name: file.num_bytes for file in files})
+    if not variants:
+        if wanted is None:
+            return None
+        raise NotFoundError(f"{repository} has no GGUF files, so it has no {wanted}.", hint=f"`rimuru pull {repository}` takes it as it is")
+    chosen = choose(repository, variants, wanted)
+    if chosen.missing:
+        raise CheckpointError(f"{repository} lacks {chosen.missing[0]}, a part of {chosen.label}.", hint="report it to whoever made it")
+    for name in chosen.names:
+        trouble = _unportable(name)
+        if trouble is not None:
+            raise _hostile(repository, name, trouble)
+    licences = sorted((file for file in files if _PATTERNS[1].fullmatch(file.name)), key=lambda file: file.name)
+    return Selection(tuple(by_name[name] for name in chosen.names), tuple(licences), False, chosen.label)
+
+
 def _no_weights(repository: str, names: Sequence[str]) -> CheckpointError:
     pickles = sorted(name for name in names if name.endswith(_PICKLES))
     if pickles:
         return CheckpointError(
             f"{repository} has only pickled weights ({pickles[0]}), which can run any code when they are loaded; they are refused.",
             hint="look for a repository with the safetensors version of this model",
-        )
-    gguf = sorted(name for name in names if name.lower().endswith(".gguf"))
-    if gguf:
-        return CheckpointError(
-            f"{repository} has only GGUF weights ({gguf[0]}), which are not read.",
-            hint="pull the original model that they were made from; its weights are *.safetensors",
         )
     inner = sorted(name for name in names if name.endswith(".safetensors"))
     if inner:
@@ -167,10 +195,14 @@ def check_names(repository: str, names: Sequence[str]) -> None:
                 trouble = f"differs from {seen[key]!r} in case only"
             seen[key] = name
         if trouble is not None:
-            raise CheckpointError(
-                f"{repository} has a file named {name[:120]!r}, which {trouble}; nothing of this repository is written.",
-                hint="report the repository to the hub it comes from",
-            )
+            raise _hostile(repository, name, trouble)
+
+
+def _hostile(repository: str, name: str, trouble: str) -> CheckpointError:
+    return CheckpointError(
+        f"{repository} has a file named {name[:120]!r}, which {trouble}; nothing of this repository is written.",
+        hint="report the repository to the hub it comes from",
+    )
 
 
 def _leaves_the_folder(name: str) -> str | None:

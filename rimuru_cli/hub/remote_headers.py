@@ -22,8 +22,11 @@ from rimuru_cli.hub.side_by_side import side_by_side
 from rimuru_cli.hub.transfer import Origin
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError
+from rimuru_models.gguf import GGUFFiles
+from rimuru_models.gguf.config import config_values
+from rimuru_models.gguf.files import combine_parts
 from rimuru_models.headers import load_json
-from rimuru_models.index import CheckpointIndex, combine_headers, weight_map_of
+from rimuru_models.index import CheckpointIndex, combine_headers, gguf_index, weight_map_of
 
 _AT_ONCE = 8
 
@@ -35,11 +38,12 @@ class RemoteCheckpoint:
     Attributes:
         repository: `org/name` as the hub calls it now (it may have been renamed).
         commit: the 40 hex digits that the revision stands for.
-        config: config.json, validated.
-        config_values: config.json as it is.
+        config: config.json, or what a GGUF file's metadata mean, validated.
+        config_values: the same as it is.
         index: every tensor's file, dtype, shape and place; `model_dir` is Path("org/name@commit"), which does not exist.
         file_bytes: size of every file that `pull` would fetch, by name.
         file_etags: its checksum as the hub keeps it (sha256, or git's sha1 of small files), by name.
+        variant: what it is called among the GGUF models of its repository; None: safetensors.
     """
 
     repository: str
@@ -49,6 +53,7 @@ class RemoteCheckpoint:
     index: CheckpointIndex
     file_bytes: Mapping[str, int]
     file_etags: Mapping[str, str]
+    variant: str | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -56,12 +61,13 @@ class RemoteCheckpoint:
         return sum(self.file_bytes.values())
 
 
-def remote_checkpoint(repository: str, revision: str | None = None) -> RemoteCheckpoint:
+def remote_checkpoint(repository: str, revision: str | None = None, variant: str | None = None) -> RemoteCheckpoint:
     """Ask the hub about a model without downloading its weights.
 
     Args:
         repository: `org/name`.
         revision: branch, tag or commit; None: main.
+        variant: which GGUF model of several.
 
     Raises:
         NotFoundError: no such repository or revision, gated, or private; says where to accept a licence or how to log in.
@@ -72,12 +78,17 @@ def remote_checkpoint(repository: str, revision: str | None = None) -> RemoteChe
     hub = Hub()
     info = hub.info(repository, revision or "main")
     origin = Origin(info.repository, info.commit)
-    selection = select(info.repository, hub.tree(info.repository, info.commit))
+    selection = select(info.repository, hub.tree(info.repository, info.commit), variant)
     beginnings = Beginnings(hub, origin, RepositoryCache.of(info.repository))
-    selection, weight_map = narrow(beginnings, selection)
-    values = read_config(beginnings, selection, info.repository)
-    config = ModelConfig.from_dict(values, where=f"{info.repository}/{CONFIG}")
-    index = read_headers(beginnings, selection, weight_map, origin)
+    if selection.variant is not None:
+        files = read_gguf(beginnings, selection, origin)
+        values, index = config_values(files), gguf_index(files)
+        config = ModelConfig.from_dict(values, where=files.main.where)
+    else:
+        selection, weight_map = narrow(beginnings, selection)
+        values = read_config(beginnings, selection, info.repository)
+        config = ModelConfig.from_dict(values, where=f"{info.repository}/{CONFIG}")
+        index = read_headers(beginnings, selection, weight_map, origin)
     return RemoteCheckpoint(
         info.repository,
         info.commit,
@@ -86,6 +97,7 @@ def remote_checkpoint(repository: str, revision: str | None = None) -> RemoteChe
         index,
         {file.name: file.num_bytes for file in selection.files},
         {file.name: file.etag for file in selection.files},
+        selection.variant,
     )
 
 
@@ -126,6 +138,19 @@ def read_headers(beginnings: Beginnings, selection: Selection, weight_map: Mappi
     headers = side_by_side(selection.weights, beginnings.header, _AT_ONCE)
     names = [file.name for file in selection.weights]
     return combine_headers(Path(f"{origin.repository}@{origin.commit}"), dict(zip(names, headers, strict=True)), weight_map)
+
+
+def read_gguf(beginnings: Beginnings, selection: Selection, origin: Origin) -> GGUFFiles:
+    """Read the headers of all parts of a GGUF model, several at once. Their paths are not on the disk.
+
+    Raises:
+        CheckpointError: a broken header, or parts that do not belong together.
+        RimuruError: the hub refuses, or cannot be reached.
+    """
+    headers = side_by_side(selection.weights, beginnings.gguf_header, _AT_ONCE)
+    folder = Path(f"{origin.repository}@{origin.commit}")
+    paths = [folder.joinpath(*file.name.split("/")) for file in selection.weights]
+    return combine_parts(paths[0], dict(zip(paths, headers, strict=True)))
 
 
 def _named(selection: Selection, name: str) -> RemoteFile:

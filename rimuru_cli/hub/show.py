@@ -9,7 +9,8 @@ from rimuru_cli.hub.library import profile_of
 from rimuru_cli.hub.profiles import ProfileSummary, recorded_profiles
 from rimuru_cli.hub.source import ModelSource
 from rimuru_models.layout import EMBEDDING, LM_HEAD, num_parameters
-from rimuru_models.tensor_map import TensorMap, resolve, unused_parts
+from rimuru_models.quantization.precision import notices, precision_of
+from rimuru_models.tensor_map import TensorMap, names_of, unused_parts
 
 # Canonical names hold these pieces; the first that matches decides. Biases and head norms belong to the part that they serve.
 _PARTS = (
@@ -30,7 +31,8 @@ def describe(source: ModelSource) -> dict[str, Any]:
         CheckpointError: headers and configuration contradict each other.
     """
     config = source.config
-    tensors = resolve(source.index, config)
+    tensors = source.tensors
+    precision = precision_of(config, tensors.formats)
     profile = None if source.path is None else profile_of(source.path, config, recorded_profiles())
     return {
         "name": source.name,
@@ -40,7 +42,8 @@ def describe(source: ModelSource) -> dict[str, Any]:
         "architecture": config.architecture,
         "model_type": config.model_type,
         "licence": source.licence,
-        "precision": tensors.expert_dtype,
+        "precision": precision.experts,
+        "dense_precision": precision.dense,
         "parameters": num_parameters(config),
         "context": config.max_positions,
         "layers": config.num_layers,
@@ -59,6 +62,7 @@ def describe(source: ModelSource) -> dict[str, Any]:
         "bytes_by_part": bytes_by_part(source, tensors),
         "bytes": source.index.total_bytes,
         "not_used": list(unused_parts(tensors.ignored)),
+        "notices": list(notices(tensors.formats)),
         "profile": None if profile is None else _profile_facts(profile),
         "files": [{"name": file.name, "bytes": file.num_bytes, "sha256": file.sha256} for file in source.files],
     }
@@ -79,10 +83,10 @@ def bytes_by_part(source: ModelSource, tensors: TensorMap) -> dict[str, int]:
                 _, info = source.index.tensors[name]
                 found[part] += info.stop - info.start
 
-    for canonical, name in tensors.dense.items():
-        add(_part_of(canonical), [name])
+    for canonical, piece in tensors.dense.items():
+        add(_part_of(canonical), names_of(piece))
     for layer in tensors.experts.values():
-        add(EXPERTS, layer.fused or [name for names in layer.per_expert for name in names])
+        add(EXPERTS, [name for piece in layer.pieces() for name in names_of(piece)])
     add(UNUSED, list(source.index.tensors))
     return {part: num_bytes for part, num_bytes in found.items() if num_bytes}
 

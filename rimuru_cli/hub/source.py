@@ -7,15 +7,20 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from rimuru_cli.hub.licence import is_licence_file, licence_of_folder, licence_of_text
 from rimuru_cli.hub.manifest import Manifest, Progress
-from rimuru_cli.hub.resolve import ResolvedModel, parse_repository, resolve_here
+from rimuru_cli.hub.resolve import RepositoryName, ResolvedModel, parse_repository, resolve_here, resolve_snapshot
+from rimuru_cli.hub.variants import shown_name
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError, NotFoundError, RimuruError
+from rimuru_models.gguf import GGUFFiles
+from rimuru_models.gguf.config import config_values
 from rimuru_models.index import CheckpointIndex, open_index, read_json_file
+from rimuru_models.tensor_map import TensorMap, resolve
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LICENCE_BYTES = 1 << 16
@@ -35,9 +40,9 @@ class ModelSource:
     """A model that can be described.
 
     Attributes:
-        name: what it is called: the demonstration model's name, `org/name`, or the folder's name.
-        place: built by rimuru, in the shared cache, a folder, or on the hub and not here.
-        path: its folder; None on the hub.
+        name: what it is called: the demonstration model's name, `org/name[:variant]`, or the folder's or file's name.
+        place: built by rimuru, in the shared cache, a folder (or file), or on the hub and not here.
+        path: its folder or GGUF file; None on the hub.
         revision: commit, of what is in the cache or on the hub.
         index: headers of all its weights.
         files: what belongs to it, by name.
@@ -54,6 +59,15 @@ class ModelSource:
     files: tuple[FileFact, ...]
     licence: str | None
 
+    @cached_property
+    def tensors(self) -> TensorMap:
+        """Where its files keep what the model needs, and what it is stored as.
+
+        Raises:
+            CheckpointError: headers and configuration contradict each other.
+        """
+        return resolve(self.index, self.config)
+
 
 def open_source(name: str | None, *, progress: Progress | None = None) -> ModelSource:
     """Find a model and read its configuration and headers, from the hub when it is not on this machine.
@@ -67,32 +81,56 @@ def open_source(name: str | None, *, progress: Progress | None = None) -> ModelS
     resolved = resolve_here(name, progress=progress)
     if resolved is not None:
         return _on_disk(resolved)
-    repository, revision = parse_repository(name or "")
-    # Imported here: it brings huggingface_hub, which a folder does without.
-    from rimuru_cli.hub.snapshot import find_snapshot
-
+    wanted = parse_repository(name or "")
     try:
-        found, folder = find_snapshot(repository, revision)
+        found = resolve_snapshot(wanted)
     except NotFoundError as missing:
-        return _on_hub(repository, revision, missing)
-    return _on_disk(ResolvedModel(found, folder, folder.name, False))
+        return _on_hub(wanted, missing)
+    return _on_disk(found)
 
 
 def _on_disk(model: ResolvedModel) -> ModelSource:
-    values = read_json_file(model.path / "config.json")
+    index = open_index(model.path)
+    if index.gguf is not None:
+        values: object = config_values(index.gguf)
+        where = str(index.gguf.path)
+    else:
+        values, where = read_json_file(model.path / "config.json"), str(model.path / "config.json")
     if not isinstance(values, dict):
-        raise CheckpointError(f"{model.path / 'config.json'} is not a JSON object.")
+        raise CheckpointError(f"{where} is not a JSON object.")
     return ModelSource(
         name=model.name,
         place="demo" if model.embedded else "folder" if model.revision is None else "cache",
         path=model.path,
         revision=model.revision,
-        config=ModelConfig.from_dict(values, where=str(model.path / "config.json")),
+        config=ModelConfig.from_dict(values, where=where),
         config_values=values,
-        index=open_index(model.path),
-        files=_files(model),
-        licence=licence_of_folder(model.path),
+        index=index,
+        files=_files(model) if index.gguf is None else _gguf_files(model, index.gguf),
+        licence=licence_of_folder(model.path) if index.gguf is None else _gguf_licence(model, index.gguf),
     )
+
+
+def _gguf_files(model: ResolvedModel, gguf: GGUFFiles) -> tuple[FileFact, ...]:
+    checksums = _known_checksums(model)
+    folder = model.path.parent if model.revision is None else _snapshot_of(model)
+    found = []
+    for path, header in gguf.headers.items():
+        name = path.relative_to(folder).as_posix()
+        found.append(FileFact(name, header.file_bytes, checksums.get(name) or _checksum_in_link(path)))
+    return tuple(found)
+
+
+def _snapshot_of(model: ResolvedModel) -> Path:
+    """The folder of the commit, in which a GGUF file may lie deeper."""
+    return next((parent for parent in model.path.parents if parent.name == model.revision), model.path.parent)
+
+
+def _gguf_licence(model: ResolvedModel, gguf: GGUFFiles) -> str | None:
+    named = gguf.main.scalar("general.license")
+    if isinstance(named, str) and named.isprintable() and named:
+        return named[:80]
+    return licence_of_folder(model.path.parent if model.revision is None else _snapshot_of(model))
 
 
 def _files(model: ResolvedModel) -> tuple[FileFact, ...]:
@@ -118,10 +156,11 @@ def _known_checksums(model: ResolvedModel) -> Mapping[str, str]:
         return {}
     from rimuru_cli.hub.pull_manifest import PullManifest
 
-    pulled = PullManifest.read(model.name, model.revision)
+    pulled = PullManifest.read(model.name.partition(":")[0], model.revision)
     if pulled is not None:
         return {name: record.sha256 for name, record in pulled.files.items()}
-    tree = model.path.parent.parent / "trees" / f"{model.revision}.json"
+    snapshot = model.path if model.path.is_dir() else _snapshot_of(model)
+    tree = snapshot.parent.parent / "trees" / f"{model.revision}.json"
     try:
         files = json.loads(tree.read_text(encoding="utf-8"))["files"]
         named = {name: entry["lfs_sha256"] for name, entry in files.items() if entry.get("lfs_sha256")}
@@ -139,17 +178,17 @@ def _checksum_in_link(path: Path) -> str | None:
     return target if _SHA256.fullmatch(target) else None
 
 
-def _on_hub(repository: str, revision: str | None, missing: NotFoundError) -> ModelSource:
+def _on_hub(wanted: RepositoryName, missing: NotFoundError) -> ModelSource:
     """`missing` says why it is not on this machine; the word is added where the hub cannot be asked."""
     from rimuru_cli.hub.patience import UnreachableError
     from rimuru_cli.hub.remote_headers import remote_checkpoint
 
     try:
-        remote = remote_checkpoint(repository, revision)
+        remote = remote_checkpoint(wanted.repository, wanted.revision, wanted.variant)
     except UnreachableError as error:
         raise NotFoundError(f"{missing.what} {error.what}", hint=error.hint) from error
     return ModelSource(
-        name=remote.repository,
+        name=shown_name(remote.repository, remote.variant, None),
         place="hub",
         path=None,
         revision=remote.commit,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -21,8 +21,11 @@ from rimuru_cli.hub.manifest import Manifest, Progress
 from rimuru_cli.hub.pull_manifest import PulledFile, PullManifest
 from rimuru_cli.hub.remote_files import RemoteFile
 from rimuru_cli.hub.resolve import parse_repository, resolve_here
-from rimuru_cli.hub.snapshot import locate_snapshot, missing_files, not_downloaded
+from rimuru_cli.hub.snapshot import known_variants, locate_snapshot, missing_files, not_downloaded
+from rimuru_cli.hub.variants import choose, matching, shown_name, variants_of
 from rimuru_models.errors import CheckpointError, VerificationError
+from rimuru_models.gguf import is_gguf, open_gguf
+from rimuru_models.gguf.files import part_names
 from rimuru_models.index import open_index
 
 State = Literal["ok", "damaged", "missing", "unknown"]
@@ -95,7 +98,7 @@ def verify_model(name: str, progress: Progress | None = None) -> Verification:
     """Read all files of a model and compare what can be compared.
 
     Args:
-        name: the demonstration model, a folder, or `org/name[@revision]` from the cache.
+        name: the demonstration model, a folder, a GGUF file, or `org/name[:variant][@revision]` from the cache.
         progress: told ("Checking", bytes done, bytes in all).
 
     Raises:
@@ -114,21 +117,31 @@ def verify_model(name: str, progress: Progress | None = None) -> Verification:
     here = resolve_here(name)
     if here is not None:
         return _verify_folder(here.name, here.path, progress)
-    repository, revision = parse_repository(name)
-    found = locate_snapshot(repository, revision)
+    wanted = parse_repository(name)
+    found = locate_snapshot(wanted.repository, wanted.revision)
     if found is None:
-        raise not_downloaded(repository, revision)
+        raise not_downloaded(*wanted)
     repository, folder = found
-    shown = f"{repository}@{revision}" if revision else repository
+    shown = shown_name(repository, wanted.variant, wanted.revision)
+    own: frozenset[str] | None = None
+    if wanted.variant is not None:
+        variants = matching(known_variants(repository, folder), wanted.variant)
+        if not variants:
+            raise not_downloaded(*wanted)
+        own = frozenset(choose(shown_name(repository, None, wanted.revision), variants, wanted.variant).names)
     pulled = PullManifest.read(repository, folder.name)
-    if pulled is None:
-        return Verification(shown, folder, folder.name, "cache", _compare(folder, _from_cache(folder), progress))
-    checked = _compare(folder, {file.name: file for file in pulled.remote_files()}, progress)
-    _note(pulled, folder, checked)
-    return Verification(shown, folder, folder.name, "manifest", checked)
+    against: Against = "cache" if pulled is None else "manifest"
+    known: Mapping[str, RemoteFile | None]
+    known = _from_cache(folder) if pulled is None else {file.name: file for file in pulled.remote_files()}
+    checked = _compare(folder, {file: record for file, record in known.items() if own is None or file in own}, progress)
+    if pulled is not None:
+        _note(pulled, folder, checked)
+    return Verification(shown, folder, folder.name, against, checked)
 
 
 def _verify_folder(name: str, folder: Path, progress: Progress | None) -> Verification:
+    if is_gguf(folder) and not folder.is_dir():
+        return _verify_file(name, folder, progress)
     noted = _from_local_dir(folder)
     if noted:
         return Verification(name, folder, None, "download metadata", _compare(folder, noted, progress))
@@ -142,6 +155,24 @@ def _verify_folder(name: str, folder: Path, progress: Progress | None) -> Verifi
         raise VerificationError(f"{name} is not as it should be: {error.what}", hint=error.hint) from error
     absent = missing_files(folder)
     names = sorted(shards | set(absent) | {path.name for path in folder.iterdir() if path.is_file()})
+    checked = [CheckedFile(file, _size(folder / file), "missing" if file in absent else "unknown", None, None) for file in names]
+    return Verification(name, folder, None, "headers", tuple(checked))
+
+
+def _verify_file(name: str, path: Path, progress: Progress | None) -> Verification:
+    """A GGUF model: what `hf download --local-dir` noted of its files, else their headers."""
+    folder = path.parent
+    names = part_names(path.name)
+    noted = {file: known for file, known in _from_local_dir(folder).items() if file in names and known is not None}
+    if noted:
+        files: dict[str, RemoteFile | None] = {file: noted.get(file) for file in names}
+        return Verification(name, folder, None, "download metadata", _compare(folder, files, progress))
+    absent = [file for file in names if _size(folder / file) is None]
+    if not absent:
+        try:
+            open_gguf(path)
+        except CheckpointError as error:
+            raise VerificationError(f"{name} is not as it should be: {error.what}", hint=error.hint) from error
     checked = [CheckedFile(file, _size(folder / file), "missing" if file in absent else "unknown", None, None) for file in names]
     return Verification(name, folder, None, "headers", tuple(checked))
 
@@ -189,7 +220,15 @@ def _from_cache(folder: Path) -> dict[str, RemoteFile | None]:
                 etag = Path(path.readlink()).name
                 if _CHECKSUM.fullmatch(etag):
                     files[name] = RemoteFile(name, -1, etag)
-    return files | {name: listing.get(name) for name in missing_files(folder)}
+    lost = [] if is_gguf_only(files) else missing_files(folder)
+    lost += [part for variant in variants_of(dict.fromkeys(files, 0)) for part in variant.missing]
+    return files | {name: listing.get(name) for name in lost}
+
+
+def is_gguf_only(names: Iterable[str]) -> bool:
+    """Whether a snapshot holds GGUF models and no other."""
+    own = list(names)
+    return any(is_gguf(Path(name)) for name in own) and not any(name.endswith(".safetensors") for name in own)
 
 
 def _listing(path: Path) -> dict[str, RemoteFile]:
@@ -215,7 +254,8 @@ def _from_local_dir(folder: Path) -> dict[str, RemoteFile | None]:
             lines = path.read_text(encoding="utf-8").splitlines()
             if len(lines) >= 2 and _CHECKSUM.fullmatch(lines[1].strip()):
                 files[name] = RemoteFile(name, -1, lines[1].strip())
-    return files | dict.fromkeys(missing_files(folder)) if files else {}
+    lost = [] if is_gguf_only(files) else missing_files(folder)
+    return files | dict.fromkeys(lost) if files else {}
 
 
 def _note(pulled: PullManifest, folder: Path, checked: tuple[CheckedFile, ...]) -> None:

@@ -154,7 +154,7 @@ def test_a_model_that_does_not_fit_is_an_objection(server: LoopbackHub) -> None:
     ("change", "words"),
     [
         ({"config": {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}}, "LlamaForCausalLM is not supported"),
-        ({"config": {"quantization_config": {"quant_method": "awq"}}}, "awq"),
+        ({"config": {"quantization_config": {"quant_method": "aqlm"}}}, "aqlm"),
     ],
 )
 def test_a_model_that_cannot_run_is_an_objection(server: LoopbackHub, change: dict[str, Any], words: str) -> None:

@@ -40,7 +40,6 @@ def test_metadata_and_shapes(tmp_path: Path, version: int) -> None:
         assert file.string("a.name") == "zoé"
         assert file.integer("a.count") == 7
         assert file.number("a.rate") == 0.5
-        assert file.metadata["a.flag"] is True
         assert file.strings("a.words") == ["x", "", "yz"]
         assert file.integers("a.numbers") == [1, -2, 3]
         assert {name: tensor.shape for name, tensor in file.tensors.items()} == {"four": (2, 64), "eight": (3, 32), "plain": (5,)}
@@ -67,67 +66,12 @@ def test_dequantisation_agrees_with_a_formula_written_byte_by_byte(tmp_path: Pat
     np.testing.assert_array_equal(plain, struct.unpack("<5f", PLAIN))
 
 
-def test_every_truncation_is_an_error_and_never_anything_else(tmp_path: Path) -> None:
-    whole = tiny.gguf_bytes(METADATA, TENSORS)
-    for length in range(len(whole)):
-        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
-            GGUFFile(write(tmp_path / "cut.gguf", whole[:length]))
-
-
-def test_damaged_bytes_are_an_error_or_harmless(tmp_path: Path) -> None:
-    whole = tiny.gguf_bytes(METADATA, TENSORS)
-    rng = np.random.default_rng(3)
-    refused = 0
-    for _ in range(400):
-        damaged = bytearray(whole)
-        for position in rng.integers(0, len(whole), 3):
-            damaged[position] = int(rng.integers(0, 256))
-        try:
-            with GGUFFile(write(tmp_path / "bad.gguf", bytes(damaged))) as file:
-                for name in file.tensors:
-                    file.read(name)
-        except CheckpointError:
-            refused += 1
-    assert refused > 50
-
-
-def head(tensors: int, entries: int) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, tensors, entries)
-
-
-HUGE = 1 << 62
-HOSTILE = {
-    "number of metadata entries": head(0, HUGE),
-    "number of tensors": head(HUGE, 0),
-    "metadata key": head(0, 1) + struct.pack("<Q", HUGE) + b"\0" * 64,
-    "length of array": head(0, 1) + tiny.gguf_string("k") + struct.pack("<IIQ", tiny.ARRAY, tiny.STRING, HUGE) + b"\0" * 64,
-    "unsupported type 9": head(0, 1) + tiny.gguf_string("k") + struct.pack("<IIQ", tiny.ARRAY, tiny.ARRAY, 1) + b"\0" * 64,
-    "unsupported type 77": head(0, 1) + tiny.gguf_string("k") + struct.pack("<I", 77) + b"\0" * 64,
-    "not UTF-8": head(0, 1) + struct.pack("<Q", 1) + b"\xff" + b"\0" * 64,
-    "version 9": b"GGUF" + struct.pack("<IQQ", 9, 0, 0),
-    "does not start with GGUF": b"PKZIP" + b"\0" * 64,
-    "60 dimensions": head(1, 0) + tiny.gguf_string("t") + struct.pack("<I", 60) + b"\0" * 64,
-    "lies at bytes": head(1, 0) + tiny.gguf_string("t") + struct.pack("<I4QIQ", 4, HUGE, HUGE, HUGE, HUGE, tiny.F32, 0) + b"\0" * 64,
-    "there twice": tiny.gguf_bytes([METADATA[0], METADATA[0]], []),
-    "'plain' is there twice": tiny.gguf_bytes([], [TENSORS[2], TENSORS[2]]),
-    "type 2;": tiny.gguf_bytes([], [("t", (32,), 2, b"\0" * 18)]),
-    "cannot hold": tiny.gguf_bytes([], [("t", (2, 33), tiny.Q8_0, b"\0" * 96)]),
-    "not a power of two": tiny.gguf_bytes([("general.alignment", tiny.U32, 24)], []),
-}
-
-
-@pytest.mark.parametrize("why", HOSTILE)
-def test_hostile_files_are_refused_with_the_reason(tmp_path: Path, why: str) -> None:
-    with pytest.raises(CheckpointError, match=why):
-        GGUFFile(write(tmp_path / "bad.gguf", HOSTILE[why]))
-
-
-def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
-    data = bytearray(tiny.gguf_bytes([], [TENSORS[1], TENSORS[2]]))
-    at = data.index(tiny.gguf_string("plain")) + len(tiny.gguf_string("plain")) + 4 + 8 + 4
-    data[at : at + 8] = struct.pack("<Q", 32)
-    with pytest.raises(CheckpointError, match="'eight' and 'plain' overlap"):
-        GGUFFile(write(tmp_path / "bad.gguf", bytes(data)))
+def test_types_that_are_not_read_here(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.gguf", tiny.gguf_bytes([], [("half", (4,), 1, b"\0" * 8)]))
+    with GGUFFile(path) as file, pytest.raises(CheckpointError, match="stored as F16; only F32, Q4_1, Q8_0 are read here"):
+        file.read("half")
+    with pytest.raises(CheckpointError, match=r"b\.gguf"):
+        GGUFFile(write(tmp_path / "b.gguf", b""))
 
 
 def test_wrong_metadata_types_and_missing_tensors_are_errors(tmp_path: Path) -> None:

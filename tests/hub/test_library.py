@@ -147,7 +147,7 @@ def test_an_empty_repository_folder_is_nothing(cache: Path) -> None:
     ("change", "why"),
     [
         ({"architectures": ["BertModel"], "model_type": "bert"}, "the architecture BertModel is not supported"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantised"),
         ({"hidden_size": -1}, "hidden_size"),
     ],
 )
@@ -181,7 +181,9 @@ def test_quantisation_and_declared_formats(cache: Path) -> None:
             ({"torch_dtype": "bfloat16"}, "BF16"),
             ({"torch_dtype": None, "dtype": "torch.float16"}, "F16"),
             ({"torch_dtype": None}, "F32"),  # by the first file
-            ({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, "fp8"),
+            ({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}, "FP8"),
+            ({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "int4"),
+            ({"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "hqq"}}, "hqq"),
             ({"torch_dtype": "bfloat16", "quantization_config": {}}, "quantised"),
         ]
     ):

@@ -10,6 +10,7 @@ from cached_models import put_in_cache
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 from loopback_models import CONFIG, model_files
+from quantised import KINDS, write_quantised_checkpoint
 from tiny_demo import write_tiny_demo
 
 from rimuru_cli.hub import embedded
@@ -18,6 +19,7 @@ from rimuru_cli.hub.pull_manifest import PulledFile, PullManifest
 from rimuru_cli.hub.show import describe
 from rimuru_cli.hub.source import open_source
 from rimuru_models.errors import CheckpointError, NotFoundError, RimuruError
+from rimuru_models.layout import num_parameters
 
 
 @pytest.fixture(autouse=True)
@@ -220,3 +222,15 @@ def test_a_card_goes_before_a_licence_file(tmp_path: Path) -> None:
     assert licence_of_folder(tmp_path) == "Apache-2.0"
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---", encoding="utf-8")
     assert licence_of_folder(tmp_path) == "mit"
+
+
+def test_a_quantised_model_names_its_precision_and_counts_every_byte(tmp_path: Path) -> None:
+    folder, _ = write_quantised_checkpoint(tmp_path, "qwen3_moe", KINDS["int4"], num_layers=2, moe_intermediate_size=64)
+    source = open_source(str(folder))
+    facts = describe(source)
+    assert facts["precision"] == "int4 (groups of 32)"
+    assert facts["dense_precision"] == "int4 (groups of 32) and F32"
+    assert facts["bytes"] == sum(facts["bytes_by_part"].values()) == source.index.total_bytes
+    codes, scales, shape = 64 * 64 // 2, 64 * 2 * 2, 2 * 8
+    assert facts["bytes_by_part"]["experts"] == 2 * 8 * 3 * (codes + scales + shape)
+    assert facts["parameters"] == num_parameters(source.config)

@@ -49,7 +49,7 @@ def test_an_index_that_names_a_missing_shard() -> None:
     [
         (["config.json", "pytorch_model-00001-of-00002.bin"], "pickled weights .*can run any code"),
         (["config.json", "x.ckpt"], "pickled"),
-        (["config.json", "x-Q4_K_M.gguf"], "GGUF"),
+        (["config.json", "mmproj-F16.gguf"], "no .*safetensors"),
         (["config.json", "unet/model.safetensors"], "subfolders"),
         (["config.json", "README.md"], "no .*safetensors"),
         ([], "no .*safetensors"),

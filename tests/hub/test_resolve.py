@@ -79,10 +79,6 @@ def test_a_folder_without_config_says_what_it_lacks() -> None:
     model(here / "plain", "model.safetensors")
     with pytest.raises(NotFoundError, match=r"no config\.json"):
         resolve_model("./plain")
-    model(here / "gguf", "x.gguf")
-    with pytest.raises(NotFoundError) as caught:
-        resolve_model("./gguf")
-    assert "GGUF files are not read" in str(caught.value.hint)
     model(here / "outer" / "inner")
     with pytest.raises(NotFoundError) as caught:
         resolve_model("outer")
@@ -117,6 +113,21 @@ def test_a_path_that_does_not_exist_offers_its_neighbours(name: str) -> None:
 def test_paths_that_do_not_exist(name: str) -> None:
     with pytest.raises(NotFoundError, match="There is no folder"):
         resolve_model(name)
+
+
+@pytest.mark.parametrize("name", ["tiny-Q4_O.gguf", "./tiny-Q4_O.gguf", "models/tiny-Q4_O.gguf", "../here/models/tiny-Q4_O.gguf"])
+def test_a_gguf_file_that_does_not_exist_is_a_file(name: str) -> None:
+    beside = Path(name).absolute().with_name("tiny-Q4_0.gguf")
+    beside.parent.mkdir(exist_ok=True)
+    beside.touch()
+    with pytest.raises(NotFoundError, match="There is no file") as caught:
+        resolve_model(name)
+    assert "tiny-Q4_0.gguf" in str(caught.value.hint)
+
+
+def test_a_repository_may_be_called_like_a_file() -> None:
+    with pytest.raises(NotFoundError, match="nor in the Hugging Face cache"):
+        resolve_model("org/tiny.gguf")
 
 
 BAD = [
