@@ -11,10 +11,13 @@ from rimuru_kernels.expert_fetch import FetchPlan, fetch
 from rimuru_kernels.fused_moe import reference
 from rimuru_kernels.fused_moe.reference import TokenWorkspace
 from rimuru_kernels.fused_moe.workspace import MoeWorkspace
+from rimuru_kernels.packed_weights import PackedFormat, page_bytes
 
-__all__ = ["MoeWorkspace", "TokenWorkspace", "expert_ffn", "paged_moe", "token_moe"]
+__all__ = ["MoeWorkspace", "TokenWorkspace", "expert_ffn", "expert_page_bytes", "paged_moe", "token_moe"]
 
 PAGE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+GROUP_STEP = 16
+"""Columns that share a scale, where weights are packed, are a multiple of this."""
 
 
 def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
@@ -61,6 +64,8 @@ def paged_moe(
     out: Tensor | None = None,
     workspace: MoeWorkspace | None = None,
     arriving: FetchPlan | None = None,
+    formats: tuple[PackedFormat, PackedFormat] | None = None,
+    arriving_bytes: int | None = None,
 ) -> Tensor:
     """One MoE layer whose expert weights are read where they lie, in pages of the pool: resident pages and loading buffers alike.
 
@@ -68,7 +73,7 @@ def paged_moe(
     `workspace` then). The result is the same bits for every placement of the pages.
 
     Args:
-        x: [T, d], bfloat16, float16 or float32; weights in the pool have the same dtype.
+        x: [T, d], bfloat16, float16 or float32; weights in the pool have the same dtype where there are no formats.
         topk_ids: [T, k] int32 or int64; the experts of each token, all present in `entries`. A negative id adds nothing.
         topk_weights: [T, k] float32.
         pool: uint8 [bytes], the whole page pool.
@@ -79,6 +84,10 @@ def paged_moe(
         workspace: scratch for at least T tokens, else one is made for this call.
         arriving: of the preceding `expert_fetch.resolve` or `route`: the experts that it lists are copied into their pages as part of this
             call, in small steps partly while it computes.
+        formats: how gate and up, and how down are packed (see `packed_weights`); a row tile's page is a packed matrix of its own. None:
+            weights are plain numbers.
+        arriving_bytes: bytes of a page that `arriving` copies, a multiple of 16, where they are not `expert_page_bytes`: pages of a layer
+            whose formats are smaller than another's.
 
     Returns:
         [T, d], `out` where given: Σ over slots of topk_weights · W_down (silu(W_gate x) · (W_up x)).
@@ -89,15 +98,19 @@ def paged_moe(
     tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "pool": pool, "entries": entries}
     out = torch.empty_like(x) if out is None else out
     _check_paged(tensors | {"out": out}, f)
-    page_bytes = f * x.shape[1] * x.element_size() // (entries.shape[1] // 3)
-    if arriving is not None and (arriving.pages.shape[1] != entries.shape[1] or page_bytes % 16 or arriving.count.device != x.device):
-        raise ValueError(
-            f"paged_moe: a plan of {arriving.pages.shape[1]} pages an expert for pages of {page_bytes} bytes (16 divides them)"
-        )
+    tiles = entries.shape[1] // 3
+    if formats is None:
+        copied = f * x.shape[1] * x.element_size() // tiles
+    else:
+        _check_formats(formats)
+        copied = expert_page_bytes(formats, f, x.shape[1], tiles)
+    copied = copied if arriving_bytes is None else arriving_bytes
+    if arriving is not None and (arriving.pages.shape[1] != entries.shape[1] or copied % 16 or arriving.count.device != x.device):
+        raise ValueError(f"paged_moe: a plan of {arriving.pages.shape[1]} pages an expert for pages of {copied} bytes (16 divides them)")
     if not x.is_cuda:
         if arriving is not None:
-            fetch(arriving, pool, page_bytes)
-        return reference.paged_moe(x, topk_ids, topk_weights, pool, entries, f, out)
+            fetch(arriving, pool, copied)
+        return reference.paged_moe(x, topk_ids, topk_weights, pool, entries, f, out, formats)
     from rimuru_kernels.fused_moe import launch
 
     sizes = (topk_ids.shape[1], entries.shape[0], f, x.shape[1], x.dtype, x.device)
@@ -105,7 +118,31 @@ def paged_moe(
         workspace = MoeWorkspace(x.shape[0], *sizes)
     elif not workspace.holds(x.shape[0], *sizes):
         raise ValueError(f"paged_moe: the workspace was made for other sizes than T = {x.shape[0]} and k, E, f, d, dtype, device = {sizes}")
-    return launch.run(x, topk_ids, topk_weights, launch.paged_weights(pool, entries, x.dtype), f, out, workspace, arriving=arriving)
+    if formats is not None:
+        from rimuru_kernels.fused_moe import packed_launch
+
+        return packed_launch.run(
+            x, topk_ids, topk_weights, pool, entries, formats, f, out, workspace, arriving=arriving, arriving_bytes=copied
+        )
+    places = launch.paged_weights(pool, entries, x.dtype)
+    return launch.run(x, topk_ids, topk_weights, places, f, out, workspace, arriving=arriving, arriving_bytes=copied)
+
+
+def expert_page_bytes(formats: tuple[PackedFormat, PackedFormat], f: int, d: int, tiles: int = 1) -> int:
+    """Bytes of a page that holds any row tile of a packed expert, rounded up to whole units of 256.
+
+    Args:
+        formats: of gate and up [f, d], and of down [d, f].
+        f: expert intermediate size; d: hidden size; tiles: row tiles of a projection.
+    """
+    largest = max(page_bytes(formats[0], f // tiles, d), page_bytes(formats[1], d // tiles, f))
+    return -(-largest // 256) * 256
+
+
+def _check_formats(formats: tuple[PackedFormat, PackedFormat]) -> None:
+    for fmt in formats:
+        if fmt.group % GROUP_STEP:
+            raise ValueError(f"paged_moe: groups of {fmt.group} columns; the kernels take whole rows and multiples of {GROUP_STEP}")
 
 
 def _check_paged(tensors: dict[str, Tensor], f: int) -> None:

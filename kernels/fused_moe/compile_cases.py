@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from rimuru_kernels.compile_check import CompileCase
-from rimuru_kernels.fused_moe import kernel
+from rimuru_kernels.fused_moe import kernel, packed_compile_cases
 from rimuru_kernels.fused_moe.configs import GEMM_2_BYTES, GEMM_4_BYTES, ROWS_2_BYTES, ROWS_4_BYTES, GemmConfig
 from rimuru_kernels.fused_moe.launch import COPIERS, COUNT_LINES, ROUTE_CHUNK, WORDS
 from rimuru_kernels.sizes import COUNT_TOKENS
@@ -15,7 +15,7 @@ TOP_K, F, D = 8, 768, 2048
 
 def compile_cases() -> list[CompileCase]:
     """Kernels of 2-byte weights (as bfloat16) and of float32, with pages; row tiles and contiguous weights change no shared memory."""
-    cases = [*_row_cases("bf16", 2), *_row_cases("fp32", 4), *_sorting_cases()]
+    cases = [*_row_cases("bf16", 2), *_row_cases("fp32", 4), *_sorting_cases(), *packed_compile_cases.cases(F, D, TOP_K)]
     for type_name, itemsize, table in (("bf16", 2, GEMM_2_BYTES), ("fp32", 4, GEMM_4_BYTES)):
         seen = set()
         for _, gate_up, down in table:
@@ -60,7 +60,7 @@ def _row_cases(type_name: str, itemsize: int) -> list[CompileCase]:
     signature = dict.fromkeys(("x_ptr", "w_ptr", "h_ptr", "out_ptr"), f"*{type_name}")
     signature |= {"ids_ptr": "*i64", "entries_ptr": "*i32", "weights_ptr": "*fp32", "sources": "*i64", "pages": "*i32", "count": "*i32"}
     sizes = _pages(itemsize) | {"F": F, "D": D}
-    up = sizes | {"BN": wide.rows, "BK": wide.columns, "COPIERS": -(-COPIERS // TOP_K), "WORDS": WORDS}
+    up = sizes | {"BN": wide.rows, "BK": wide.columns, "COPIERS": -(-COPIERS // TOP_K), "WORDS": WORDS, "PAGE_WORDS": F * D * itemsize // 8}
     down = sizes | {"BN": tall.rows, "BK": tall.columns, "SLOTS": TOP_K}
     return [
         CompileCase(f"gate_up_rows {type_name}", kernel.gate_up_rows, signature, up, wide.warps, 3),

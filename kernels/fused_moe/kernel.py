@@ -72,6 +72,7 @@ def gate_up_rows(
     PAGED: tl.constexpr,
     COPIERS: tl.constexpr,
     WORDS: tl.constexpr,
+    PAGE_WORDS: tl.constexpr,
 ):
     """h [P, f] of a few pairs. Grid (P, COPIERS + ceil(f / BN)): pairs fastest, so that pairs of one expert read its rows at the same time.
 
@@ -84,7 +85,7 @@ def gate_up_rows(
             program = tl.program_id(1) * tl.num_programs(0) + pair
             copy_pieces(
                 sources, pages, count, w_ptr, program, tl.num_programs(0) * COPIERS,
-                2 * TILES, 3 * TILES, 3 * TILES, F * D // TILES * (256 // UNIT) // 8, WORDS,
+                2 * TILES, 3 * TILES, 3 * TILES, PAGE_WORDS, WORDS,
             )  # fmt: skip
             return
     expert = tl.load(ids_ptr + pair).to(tl.int32)

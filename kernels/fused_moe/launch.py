@@ -56,6 +56,7 @@ def run(
     workspace: MoeWorkspace,
     plan: Plan | None = None,
     arriving: FetchPlan | None = None,
+    arriving_bytes: int | None = None,
 ) -> Tensor:
     """Computes one layer. x [T, d]; topk_ids [T, k]; topk_weights float32 [T, k]; out [T, d]; all contiguous; x, out, weights of one dtype.
 
@@ -66,12 +67,12 @@ def run(
     if num_tokens == 0:
         return out
     plan = plan or choose_plan(num_tokens, top_k, weights.num_experts, x.element_size())
+    page_bytes = arriving_bytes or f * x.shape[1] * x.element_size() // weights.tiles
     if arriving is not None:
-        page_bytes = f * x.shape[1] * x.element_size() // weights.tiles
         first = (0, (2 if plan.rows is not None else 3) * weights.tiles)
         fetch(arriving, weights.gate_up.view(torch.uint8), page_bytes, first)
     if plan.rows is not None:
-        _run_rows(x, topk_ids, topk_weights, weights, f, out, workspace, plan.rows, arriving)
+        _run_rows(x, topk_ids, topk_weights, weights, f, out, workspace, plan.rows, arriving, page_bytes)
     else:
         assert plan.gemm is not None
         _run_gemm(x, topk_ids, topk_weights, weights, f, out, workspace, plan.gemm)
@@ -92,6 +93,7 @@ def _run_rows(
     workspace: MoeWorkspace,
     configs: tuple[RowsConfig, RowsConfig],
     arriving: FetchPlan | None,
+    page_bytes: int,
 ) -> None:
     num_tokens, top_k = topk_ids.shape
     d = x.shape[1]
@@ -103,8 +105,8 @@ def _run_rows(
     copies = (None, None, None) if arriving is None else (arriving.sources, arriving.pages, arriving.count)
     kernel.gate_up_rows[(num_tokens * top_k, copiers - (-f // wide.rows))](
         x, topk_ids, weights.gate_up, entries, workspace.hidden, *copies,
-        TOPK=top_k, F=f, D=d, BN=wide.rows, BK=min(wide.columns, power_of_two(d)), COPIERS=copiers, WORDS=WORDS, num_warps=wide.warps,
-        **shared,
+        TOPK=top_k, F=f, D=d, BN=wide.rows, BK=min(wide.columns, power_of_two(d)), COPIERS=copiers, WORDS=WORDS, PAGE_WORDS=page_bytes // 8,
+        num_warps=wide.warps, **shared,
     )  # fmt: skip
     kernel.down_rows[(num_tokens, -(-d // tall.rows))](
         workspace.hidden, topk_ids, topk_weights, weights.down, entries, out,
@@ -129,21 +131,16 @@ def _run_gemm(
     assert wide.tile_tokens == tall.tile_tokens, "both products walk one table of tiles"
     tiles = max_tiles(num_tokens * top_k, weights.num_experts, wide.tile_tokens)
     entries = weights.entries if weights.entries is not None else topk_ids
-    _sort(topk_ids, weights.num_experts, workspace)
-    kernel.tile_table[(weights.num_experts,)](
-        workspace.offsets, entries, workspace.table, tiles,
-        BM=wide.tile_tokens, EXPERTS=power_of_two(weights.num_experts), TILES=weights.tiles, PAGED=weights.entries is not None, num_warps=1,
-    )  # fmt: skip
+    sort_pairs(topk_ids, weights.num_experts, workspace)
+    fill_tile_table(workspace, entries, weights.num_experts, tiles, wide.tile_tokens, weights.tiles, weights.entries is not None)
     hidden = workspace.hidden[: num_tokens * top_k]
     _product(x, hidden, weights, weights.gate_up, workspace, entries, tiles, top_k, f, d, wide, gated=True)
     _product(hidden, workspace.contributions, weights, weights.down, workspace, entries, tiles, top_k, d, f, tall, gated=False)
-    block = min(1024, power_of_two(d))
-    kernel.sum_slots[(num_tokens, -(-d // block))](
-        workspace.contributions, topk_ids, topk_weights, out, TOPK=top_k, D=d, BLOCK=block, num_warps=4
-    )
+    sum_slots(workspace.contributions, topk_ids, topk_weights, out)
 
 
-def _sort(topk_ids: Tensor, num_experts: int, workspace: MoeWorkspace) -> None:
+def sort_pairs(topk_ids: Tensor, num_experts: int, workspace: MoeWorkspace) -> None:
+    """Fill the workspace's order and offsets: the pairs of topk_ids [T, k], sorted by expert."""
     num_pairs = topk_ids.numel()
     if num_pairs <= MAX_ONE_LAUNCH_PAIRS:
         chunk = min(ROUTE_CHUNK, max(128, power_of_two(num_pairs)))
@@ -157,6 +154,25 @@ def _sort(topk_ids: Tensor, num_experts: int, workspace: MoeWorkspace) -> None:
     kernel.count_pairs[(chunks,)](topk_ids, workspace.counts, num_tokens, num_experts, SLOTS=power_of_two(top_k), num_warps=4, **sizes)
     kernel.place_pairs[(chunks,)](
         topk_ids, workspace.counts, workspace.order, workspace.offsets, num_tokens, num_experts, LINES=COUNT_LINES, num_warps=8, **sizes
+    )
+
+
+def fill_tile_table(
+    workspace: MoeWorkspace, entries: Tensor, num_experts: int, max_tiles: int, tile_tokens: int, row_tiles: int, paged: bool
+) -> None:
+    """Cut the sorted pairs into `max_tiles` tiles of at most `tile_tokens`, in the workspace's table."""
+    kernel.tile_table[(num_experts,)](
+        workspace.offsets, entries, workspace.table, max_tiles,
+        BM=tile_tokens, EXPERTS=power_of_two(num_experts), TILES=row_tiles, PAGED=paged, num_warps=1,
+    )  # fmt: skip
+
+
+def sum_slots(contributions: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor) -> None:
+    """out [T, d]: each token's contributions [T·k, d], weighted and summed."""
+    num_tokens, d = out.shape
+    block = min(1024, power_of_two(d))
+    kernel.sum_slots[(num_tokens, -(-d // block))](
+        contributions, topk_ids, topk_weights, out, TOPK=topk_ids.shape[1], D=d, BLOCK=block, num_warps=4
     )
 
 

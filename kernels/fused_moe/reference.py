@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rimuru_kernels.packed_weights import PackedFormat, dequantize, page_bytes, unpack
+
 
 def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
     """One expert over some tokens: x [R, d], gate and up [f, d], down [d, f], weights [R] -> [R, d]."""
@@ -62,17 +64,31 @@ def token_moe(x: Tensor, gate_ups: Sequence[Tensor], downs: Sequence[Tensor], we
     return space.parts.sum(0, keepdim=True)
 
 
-def paged_moe(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, pool: Tensor, entries: Tensor, f: int, out: Tensor) -> Tensor:
+def paged_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    pool: Tensor,
+    entries: Tensor,
+    f: int,
+    out: Tensor,
+    formats: tuple[PackedFormat, PackedFormat] | None = None,
+) -> Tensor:
     """One layer whose expert weights lie in pages of the pool; see the op's `paged_moe` for shapes. Sums in float32, slots ascending."""
     d = x.shape[1]
     t = entries.shape[1] // 3
-    typed = pool.view(x.dtype)
-    unit = 256 // x.element_size()
+    typed = pool.view(x.dtype) if formats is None else pool
+    unit = 256 // typed.element_size()
 
     def projection(expert: int, part: int, rows: int, columns: int) -> Tensor:
         tiles = entries[expert, part * t : (part + 1) * t].tolist()
-        size = rows * columns // t
-        return torch.cat([typed[e * unit : e * unit + size].view(rows // t, columns) for e in tiles]).float()
+        if formats is None:
+            size = rows * columns // t
+            return torch.cat([typed[e * unit : e * unit + size].view(rows // t, columns) for e in tiles]).float()
+        fmt = formats[part // 2]
+        size = page_bytes(fmt, rows // t, columns)
+        pages = [unpack(pool[e * unit : e * unit + size], fmt, rows // t, columns) for e in tiles]
+        return torch.cat([dequantize(codes, fmt) for codes in pages])
 
     y = torch.zeros(*topk_ids.shape, d, device=x.device)
     for expert in sorted(set(topk_ids.flatten().tolist())):

@@ -1,0 +1,64 @@
+"""What `compile_check` compiles of the kernels over packed weights: each format with small and large blocks, all blocks with one format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rimuru_kernels.compile_check import CompileCase
+from rimuru_kernels.fused_moe import packed_gemm, packed_rows
+from rimuru_kernels.fused_moe.launch import COPIERS, WORDS
+from rimuru_kernels.fused_moe.packed_configs import PackedGemmConfig, chunks, gemm_table, rows_table
+from rimuru_kernels.fused_moe.packed_launch import row_blocks
+from rimuru_kernels.packed_weights import PackedFormat
+from rimuru_kernels.packed_weights.kernel import described
+
+FORMATS = {
+    "int4": PackedFormat("int4", 32, "f16", bias=8),
+    "int8": PackedFormat("int8", 32, "f16"),
+    "GPTQ": PackedFormat("int4", 128, "f16", "zero"),
+    "FP8": PackedFormat("fp8", 128, "f32", group_rows=128),
+    "MXFP4": PackedFormat("fp4", 32, "e8m0"),
+    "NVFP4": PackedFormat("fp4", 16, "e4m3", factor=True),
+    "Q4_K": PackedFormat("int4", 32, "u8*f16", "u8*f16"),
+    "Q5_K": PackedFormat("int5", 32, "u8*f16", "u8*f16"),
+    "Q6_K": PackedFormat("int6", 16, "i8*f16", bias=32),
+}
+EVERY_BLOCK = ("int4", "int8")
+"""Formats that are compiled in every block shape of their table; the others in the first and the last."""
+
+
+def cases(f: int, d: int, top_k: int) -> list[CompileCase]:
+    """Activations in bfloat16; the shape is that of one real layer."""
+    made: list[CompileCase] = []
+    for name, fmt in FORMATS.items():
+        made += _rows(name, fmt, f, d, top_k)
+        table = gemm_table(fmt)
+        for _, gate_up, down in table if name in EVERY_BLOCK else (table[0], table[-1]):
+            made += [_gemm(name, fmt, gate_up, f, d, top_k, gated=True), _gemm(name, fmt, down, d, f, top_k, gated=False)]
+    return made
+
+
+def _rows(name: str, fmt: PackedFormat, f: int, d: int, top_k: int) -> list[CompileCase]:
+    wide, tall = rows_table(fmt)
+    signature = dict.fromkeys(("x_ptr", "h_ptr", "out_ptr"), "*bf16") | dict.fromkeys(("quads_ptr", "ids_ptr", "sources"), "*i64")
+    signature |= {"pool": "*u8", "weights_ptr": "*fp32"} | dict.fromkeys(("pool_words", "entries_ptr", "pages", "count"), "*i32")
+    shared: dict[str, Any] = {"TOPK": top_k, "F": f, "D": d, "TILES": 1}
+    up = shared | row_blocks(fmt, f, d) | {"BN": wide.rows, "COPIERS": -(-COPIERS // top_k), "WORDS": WORDS, "PAGE_WORDS": f * d // 8}
+    down = shared | row_blocks(fmt, d, f) | {"BN": tall.rows, "SLOTS": top_k}
+    return [
+        CompileCase(f"packed gate_up_rows {name}", packed_rows.gate_up_rows, signature, up, wide.warps, 3),
+        CompileCase(f"packed down_rows {name}", packed_rows.down_rows, signature, down, tall.warps, 3),
+    ]
+
+
+def _gemm(name: str, fmt: PackedFormat, config: PackedGemmConfig, n: int, k: int, top_k: int, *, gated: bool) -> CompileCase:
+    signature = dict.fromkeys(("a", "out_ptr"), "*bf16") | dict.fromkeys(("sorted_ptr", "table_ptr", "entries_ptr"), "*i32")
+    signature |= {"pool": "*u8", "max_tiles": "i32"}
+    chunk, same, repeat = chunks(fmt, config)
+    constants: dict[str, Any] = {
+        "TOPK": top_k, "N": n, "K": k, "TILES": 1, "FMT": described(fmt, n, k), "BM": config.tile_tokens, "BN": config.weight_rows,
+        "CHUNK": chunk, "SAME": same, "REPEAT": repeat, "GROUP": config.group, "HALVES": config.halves, "GATED": gated,
+        "PRECISION": "tf32", "SWAP": config.swap,
+    }  # fmt: skip
+    title = f"packed grouped_gemm {name} {'gate-up' if gated else 'down'} {config.tile_tokens}x{config.weight_rows}x{chunk}"
+    return CompileCase(title, packed_gemm.grouped_gemm, signature, constants, config.warps, config.stages)
