@@ -103,7 +103,7 @@ def paged_attention_decode(
         pool: uint8 [bytes].
         block_table: int32 [S, max_blocks]; only the first ceil(seq_lens / block_tokens) entries of a row are read.
         seq_lens: int32 [S], tokens of each sequence including this one; 0 gives a row of zeros.
-        layout: of the pages; their dtype is q's.
+        layout: of the pages; their dtype is q's, or 8-bit codes.
         scale: factor on q·k, positive.
         sliding_window: only the last so many positions are seen.
         out: [S, H, D] contiguous, or None for a new tensor.
@@ -182,7 +182,7 @@ def store_kv_entries(
         pool: uint8 [bytes].
         block_table: int32 [S, max_blocks].
         positions: int32 or int64 [T], each token's position in its sequence; negative: the token is not stored.
-        layout: of the pages; their dtype is that of k and v.
+        layout: of the pages; their dtype is that of k and v, or 8-bit codes.
         token_seqs: int32 [T], row of the block table of each token; None: token t belongs to row t.
 
     Raises:

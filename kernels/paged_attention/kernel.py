@@ -3,6 +3,8 @@
 A KV page of one layer holds B tokens: K [B, G, D], then V [B, G, D]. Token n of a sequence lies in row n mod B of the page whose entry is
 block_table[sequence, n div B]; the page starts entry * 256 bytes after the pool's first byte. A key tile of N tokens is gathered row by
 row, so any power of two B works, and one tile may span N / B pages. Query heads that share a key head are rows of one tile.
+
+Pages of 8-bit codes (`quantized.py`) are read in the same loops: scales of keys multiply the scores, those of values the values.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -16,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rimuru_kernels.paged_attention.layout import ENTRY_BYTES, KVLayout
+from rimuru_kernels.paged_attention.quantized_kernel import store_quantized
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 128
@@ -69,6 +72,12 @@ def _row_offsets(table, tokens, valid, KEY_ROW: tl.constexpr, LOG2_B: tl.constex
 
 
 @triton.jit
+def _dequantized(codes, scales, query):
+    """Codes int8 [N, D] times scales float16 [N], in the dtype of query."""
+    return (codes.to(tl.float32) * scales.to(tl.float32)[:, None]).to(query.dtype)
+
+
+@triton.jit
 def _runs(length, min_run, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """First visible key, the tile border before it where the first run starts, and the keys in a run (a multiple of BLOCK_N)."""
     first = length * 0
@@ -83,7 +92,7 @@ def _decode_split(
     q, pool, block_table, seq_lens, partial, partial_log, out, scale, q_seq_stride, q_head_stride, table_stride, min_run,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LOG2_B: tl.constexpr, ENTRY_ELEMENTS: tl.constexpr,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """One sequence, one key head with its query heads, one run of keys: softmax-weighted values and log2 of the softmax sum."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -102,9 +111,13 @@ def _decode_split(
             tl.store(out + row[:, None] * HEAD_DIM + d[None, :], tl.zeros([BLOCK_H, BLOCK_D], out.dtype.element_ty), mask=q_mask)
         return
     query = tl.load(q + seq.to(tl.int64) * q_seq_stride + q_head[:, None] * q_head_stride + d[None, :], mask=q_mask, other=0.0)
-    elements = pool.to(tl.pointer_type(query.dtype))
-    keys = elements + kv_head * HEAD_DIM
+    if QUANTIZED:
+        keys = pool.to(tl.pointer_type(tl.int8)) + kv_head * HEAD_DIM
+    else:
+        keys = pool.to(tl.pointer_type(query.dtype)) + kv_head * HEAD_DIM
     values = keys + (KV_HEADS * HEAD_DIM << LOG2_B)
+    # Scales of 2 bytes lie behind both halves of codes of 1 byte; read only where there are some.
+    scales = pool.to(tl.pointer_type(tl.float16)) + (KV_HEADS * HEAD_DIM << LOG2_B) + kv_head
     table = block_table + seq.to(tl.int64) * table_stride
 
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
@@ -114,9 +127,15 @@ def _decode_split(
         n = n0 + tl.arange(0, BLOCK_N)
         valid = n < end
         rows = _row_offsets(table, n, valid, KV_HEADS * HEAD_DIM, LOG2_B, ENTRY_ELEMENTS)
-        k = tl.load(keys + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
-        v = tl.load(values + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+        k = tl.load(keys + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0)
+        v = tl.load(values + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0)
+        if QUANTIZED:
+            marks = _row_offsets(table, n, valid, KV_HEADS, LOG2_B, ENTRY_ELEMENTS // 2)
+            k, k_scale = k.to(query.dtype), tl.load(scales + marks, mask=valid, other=0.0).to(tl.float32)
+            v = _dequantized(v, tl.load(scales + (KV_HEADS << LOG2_B) + marks, mask=valid, other=0.0), query)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION) * scale
+        if QUANTIZED:
+            scores = scores * k_scale[None, :]
         scores = tl.where((valid & (n >= first))[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, 1))
         weights = tl.exp2(scores - new_top[:, None])
@@ -155,9 +174,9 @@ def _decode_combine(
 
 @triton.jit
 def _attend_tiles(
-    query, keys, values, table, acc, total, top, start, end, length, position, scale,
+    query, keys, values, scales, table, acc, total, top, start, end, length, position, scale,
     MASKED: tl.constexpr, KEY_ROW: tl.constexpr, HEAD_DIM: tl.constexpr, LOG2_B: tl.constexpr, ENTRY_ELEMENTS: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys start .. end - 1 into the running softmax of a tile of rows. Without MASKED every row sees every key."""
     d = tl.arange(0, BLOCK_D)
@@ -166,17 +185,30 @@ def _attend_tiles(
         valid = n < length
         if MASKED:
             rows = _row_offsets(table, n, valid, KEY_ROW, LOG2_B, ENTRY_ELEMENTS)
-            k = tl.load(keys + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
-            v = tl.load(values + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0.0)
+            k = tl.load(keys + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0)
+            v = tl.load(values + rows[:, None] + d[None, :], mask=valid[:, None] & (d[None, :] < HEAD_DIM), other=0)
         else:
             rows = _row_offsets(table, n, None, KEY_ROW, LOG2_B, ENTRY_ELEMENTS)
             if BLOCK_D == HEAD_DIM:
                 k = tl.load(keys + rows[:, None] + d[None, :])
                 v = tl.load(values + rows[:, None] + d[None, :])
             else:
-                k = tl.load(keys + rows[:, None] + d[None, :], mask=d[None, :] < HEAD_DIM, other=0.0)
-                v = tl.load(values + rows[:, None] + d[None, :], mask=d[None, :] < HEAD_DIM, other=0.0)
+                k = tl.load(keys + rows[:, None] + d[None, :], mask=d[None, :] < HEAD_DIM, other=0)
+                v = tl.load(values + rows[:, None] + d[None, :], mask=d[None, :] < HEAD_DIM, other=0)
+        if QUANTIZED:
+            KV_HEADS: tl.constexpr = KEY_ROW // HEAD_DIM
+            if MASKED:
+                marks = _row_offsets(table, n, valid, KV_HEADS, LOG2_B, ENTRY_ELEMENTS // 2)
+                k_scale = tl.load(scales + marks, mask=valid, other=0.0)
+                v_scale = tl.load(scales + (KV_HEADS << LOG2_B) + marks, mask=valid, other=0.0)
+            else:
+                marks = _row_offsets(table, n, None, KV_HEADS, LOG2_B, ENTRY_ELEMENTS // 2)
+                k_scale = tl.load(scales + marks)
+                v_scale = tl.load(scales + (KV_HEADS << LOG2_B) + marks)
+            k, v = k.to(query.dtype), _dequantized(v, v_scale, query)
         scores = tl.dot(query, tl.trans(k), input_precision=PRECISION)
+        if QUANTIZED:
+            scores = scores * k_scale.to(tl.float32)[None, :]
         if MASKED:
             visible = (n[None, :] <= position[:, None]) & valid[None, :]
             if WINDOW > 0:
@@ -200,7 +232,7 @@ def _prefill(
     q, pool, block_table, cu_seqlens, seq_lens, out, scale, num_seqs, q_token_stride, q_head_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, LOG2_B: tl.constexpr, ENTRY_ELEMENTS: tl.constexpr,
     WINDOW: tl.constexpr, GROUP_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """One key head, one tile of BLOCK_M / GROUP_ROWS tokens with the query heads of that key head."""
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -234,9 +266,13 @@ def _prefill(
     q_head = kv_head * GROUP + head
     q_mask = row_mask[:, None] & (d[None, :] < HEAD_DIM)
     query = tl.load(q + (q_row * q_token_stride + q_head * q_head_stride)[:, None] + d[None, :], mask=q_mask, other=0.0)
-    elements = pool.to(tl.pointer_type(query.dtype))
-    keys = elements + kv_head * HEAD_DIM
+    if QUANTIZED:
+        keys = pool.to(tl.pointer_type(tl.int8)) + kv_head * HEAD_DIM
+    else:
+        keys = pool.to(tl.pointer_type(query.dtype)) + kv_head * HEAD_DIM
     values = keys + (KEY_ROW << LOG2_B)
+    # Scales of 2 bytes lie behind both halves of codes of 1 byte; read only where there are some.
+    scales = pool.to(tl.pointer_type(tl.float16)) + (KEY_ROW << LOG2_B) + kv_head
     table = block_table + seq.to(tl.int64) * table_stride
 
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -252,16 +288,16 @@ def _prefill(
         full_start = tl.minimum(full_start, tl.cdiv(end, BLOCK_N) * BLOCK_N)
         full_end = tl.maximum(full_end, full_start)
         acc, total, top = _attend_tiles(
-            query, keys, values, table, acc, total, top, start, full_start, end, position, scale,
-            True, KEY_ROW, HEAD_DIM, LOG2_B, ENTRY_ELEMENTS, WINDOW, BLOCK_D, BLOCK_N, PRECISION,
+            query, keys, values, scales, table, acc, total, top, start, full_start, end, position, scale,
+            True, KEY_ROW, HEAD_DIM, LOG2_B, ENTRY_ELEMENTS, WINDOW, BLOCK_D, BLOCK_N, PRECISION, QUANTIZED,
         )  # fmt: skip
     acc, total, top = _attend_tiles(
-        query, keys, values, table, acc, total, top, full_start, full_end, end, position, scale,
-        False, KEY_ROW, HEAD_DIM, LOG2_B, ENTRY_ELEMENTS, WINDOW, BLOCK_D, BLOCK_N, PRECISION,
+        query, keys, values, scales, table, acc, total, top, full_start, full_end, end, position, scale,
+        False, KEY_ROW, HEAD_DIM, LOG2_B, ENTRY_ELEMENTS, WINDOW, BLOCK_D, BLOCK_N, PRECISION, QUANTIZED,
     )  # fmt: skip
     acc, total, top = _attend_tiles(
-        query, keys, values, table, acc, total, top, full_end, end, end, position, scale,
-        True, KEY_ROW, HEAD_DIM, LOG2_B, ENTRY_ELEMENTS, WINDOW, BLOCK_D, BLOCK_N, PRECISION,
+        query, keys, values, scales, table, acc, total, top, full_end, end, end, position, scale,
+        True, KEY_ROW, HEAD_DIM, LOG2_B, ENTRY_ELEMENTS, WINDOW, BLOCK_D, BLOCK_N, PRECISION, QUANTIZED,
     )  # fmt: skip
     acc = acc / tl.maximum(total, 1.0e-30)[:, None]
     offsets = (q_row * HEADS + q_head) * HEAD_DIM
@@ -292,6 +328,11 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype is torch.float32 else "tf32"
 
 
+def _entry_elements(x: Tensor, layout: KVLayout) -> int:
+    """Elements of a page that lie in ENTRY_BYTES."""
+    return ENTRY_BYTES if layout.quantized else ENTRY_BYTES // x.element_size()
+
+
 def num_splits(max_tokens: int, min_run: int) -> int:
     """Runs that the keys are cut into: a function of the longest possible sequence alone, so that batches do not change results."""
     return int(min(MAX_SPLITS, triton.next_power_of_2(max(1, -(-max_tokens // min_run)))))
@@ -313,8 +354,9 @@ def decode(
     _decode_split[(layout.kv_heads, splits, seqs)](
         q, pool, block_table, seq_lens, partial, partial_log, out, scale * LOG2_E, q.stride(0), q.stride(1), block_table.stride(0),
         min_run, HEADS=heads, KV_HEADS=layout.kv_heads, HEAD_DIM=head_dim, LOG2_B=layout.log2_block_tokens,
-        ENTRY_ELEMENTS=ENTRY_BYTES // q.element_size(), WINDOW=window or 0, SPLITS=splits,
+        ENTRY_ELEMENTS=_entry_elements(q, layout), WINDOW=window or 0, SPLITS=splits,
         BLOCK_H=max(16, triton.next_power_of_2(group)), BLOCK_D=block_d, BLOCK_N=tiles.keys, PRECISION=_precision(q.dtype),
+        QUANTIZED=layout.quantized,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
@@ -337,14 +379,23 @@ def prefill(
     _prefill[(layout.kv_heads, tokens // (rows // group_rows) + seqs)](
         q, pool, block_table, cu_seqlens, seq_lens, out, scale * LOG2_E, seqs, q.stride(0), q.stride(1), block_table.stride(0),
         HEADS=heads, KV_HEADS=layout.kv_heads, HEAD_DIM=head_dim, LOG2_B=layout.log2_block_tokens,
-        ENTRY_ELEMENTS=ENTRY_BYTES // q.element_size(), WINDOW=window or 0, GROUP_ROWS=group_rows, BLOCK_M=rows,
+        ENTRY_ELEMENTS=_entry_elements(q, layout), WINDOW=window or 0, GROUP_ROWS=group_rows, BLOCK_M=rows,
         BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_N=tiles.keys, PRECISION=_precision(q.dtype),
+        QUANTIZED=layout.quantized,
         num_warps=tiles.warps, num_stages=tiles.stages, maxnreg=tiles.registers,
     )  # fmt: skip
 
 
 def store(k: Tensor, v: Tensor, pool: Tensor, block_table: Tensor, positions: Tensor, token_seqs: Tensor | None, layout: KVLayout) -> None:
     """See `rimuru_kernels.paged_attention.store_kv_entries`; arguments are taken as checked."""
+    if layout.quantized:
+        block_g, block_d = triton.next_power_of_2(layout.kv_heads), triton.next_power_of_2(layout.head_dim)
+        store_quantized[(k.shape[0],)](
+            k, v, pool, block_table, positions, token_seqs, k.stride(0), v.stride(0), block_table.stride(0),
+            KV_HEADS=layout.kv_heads, HEAD_DIM=layout.head_dim, LOG2_B=layout.log2_block_tokens, ENTRY_BYTES=ENTRY_BYTES,
+            BLOCK_G=block_g, BLOCK_D=block_d, num_warps=4 if block_g * block_d >= 512 else 1,
+        )  # fmt: skip
+        return
     width = layout.kv_heads * layout.head_dim
     _store[(k.shape[0],)](
         k, v, pool, block_table, positions, token_seqs, k.stride(0), v.stride(0), block_table.stride(0),

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rimuru_kernels.paged_attention import quantized
 from rimuru_kernels.paged_attention.layout import ENTRY_BYTES, KVLayout
 from rimuru_kernels.sizes import MAX_SCORES
 
@@ -82,6 +83,11 @@ def _attend_rows(q: Tensor, keys: Tensor, values: Tensor, position: int, first: 
     return out.view(groups, rows, share, head_dim).permute(1, 0, 2, 3).reshape(rows, heads, head_dim)
 
 
+def read_pages(pool: Tensor, entries: Sequence[int], layout: KVLayout, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """Key pages and value pages [B, G, D] at the given entries: views, or copies in `dtype` of 8-bit codes."""
+    return quantized.read_pages(pool, entries, layout, dtype) if layout.quantized else page_views(pool, entries, layout, dtype)
+
+
 def page_views(pool: Tensor, entries: Sequence[int], layout: KVLayout, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
     """Key pages and value pages [B, G, D] at the given entries, as views of the pool's bytes."""
     width = layout.block_tokens * layout.kv_heads * layout.head_dim * dtype.itemsize
@@ -101,7 +107,7 @@ def decode_by_entries(
             out[seq] = 0
             continue
         entries = block_table[seq, : -(-length // layout.block_tokens)].tolist()
-        keys, values = page_views(pool, entries, layout, q.dtype)
+        keys, values = read_pages(pool, entries, layout, q.dtype)
         out[seq] = paged_attention(q[seq : seq + 1], keys, values, length, scale, window)[0]
 
 
@@ -123,7 +129,7 @@ def prefill_by_entries(
         if start == stop:
             continue
         entries = block_table[seq, : -(-length // layout.block_tokens)].tolist()
-        keys, values = page_views(pool, entries, layout, q.dtype)
+        keys, values = read_pages(pool, entries, layout, q.dtype)
         out[start:stop] = paged_attention(q[start:stop], keys, values, length, scale, window)
 
 
@@ -136,6 +142,12 @@ def store_by_entries(
         if position < 0:
             continue
         page, offset = divmod(position, layout.block_tokens)
-        keys, values = page_views(pool, [int(block_table[seq, page])], layout, k.dtype)
+        entry = int(block_table[seq, page])
+        if layout.quantized:
+            start = entry * ENTRY_BYTES
+            data = pool[start : start + layout.page_bytes(k.dtype.itemsize)]
+            quantized.write_tokens(k[row : row + 1], v[row : row + 1], data, offset, layout)
+            continue
+        keys, values = page_views(pool, [entry], layout, k.dtype)
         keys[0][offset] = k[row]
         values[0][offset] = v[row]

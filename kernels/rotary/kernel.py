@@ -11,13 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from rimuru_kernels.paged_attention.layout import ENTRY_BYTES, KVLayout
+from rimuru_kernels.paged_attention.quantized_kernel import quantize_rows
 
 
 @triton.jit
 def _rotary_store(
     qkv, weight_q, weight_k, cos, sin, q_out, pool, block_table, positions, token_seqs, eps, clip, qkv_stride, cos_stride, table_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, TURNED: tl.constexpr, LOG2_B: tl.constexpr,
-    ENTRY_ELEMENTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    ENTRY_ELEMENTS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_H heads of one token; heads are numbered q, then k, then v. The first TURNED dimensions of q and k turn."""
     HALF: tl.constexpr = TURNED // 2
@@ -57,13 +58,25 @@ def _rotary_store(
         seq = tl.load(token_seqs + token).to(tl.int64)
     entry = tl.load(block_table + seq * table_stride + (position >> LOG2_B), mask=position >= 0, other=0)
     row = entry.to(tl.int64) * ENTRY_ELEMENTS + (position & ((1 << LOG2_B) - 1)) * (KV_HEADS * HEAD_DIM)
-    keys = pool.to(tl.pointer_type(dtype)) + row
-    values = keys + (KV_HEADS * HEAD_DIM << LOG2_B)
+    HALF_PAGE: tl.constexpr = KV_HEADS * HEAD_DIM << LOG2_B
     k_offset = (head - HEADS)[:, None] * HEAD_DIM + d[None, :]
     # A padded token (position below 0) is not stored; a limit on the heads says so, as the interpreter gets `mask & scalar` wrong.
     stored = mask & (head < tl.where(position >= 0, HEADS + 2 * KV_HEADS, 0))[:, None]
-    tl.store(keys + k_offset, rotated, mask=stored & is_k[:, None])
-    tl.store(values + k_offset - KV_HEADS * HEAD_DIM, plain, mask=stored & is_v[:, None])
+    if QUANTIZED:
+        codes, scale = quantize_rows(tl.where(mask, tl.where(is_k[:, None], rotated, plain).to(tl.float32), 0.0))
+        target = pool.to(tl.pointer_type(tl.int8)) + row + k_offset
+        tl.store(target, codes, mask=stored & is_k[:, None])
+        tl.store(target + HALF_PAGE - KV_HEADS * HEAD_DIM, codes, mask=stored & is_v[:, None])
+        # Behind both halves of codes: scales of the keys' heads, then of the values'.
+        place = (position & ((1 << LOG2_B) - 1)) * KV_HEADS + head - HEADS
+        marks = pool.to(tl.pointer_type(tl.float16)) + entry.to(tl.int64) * (ENTRY_ELEMENTS // 2) + HALF_PAGE + place
+        last = tl.where(position >= 0, HEADS + 2 * KV_HEADS, 0)
+        tl.store(marks, scale, mask=is_k & (head < last))
+        tl.store(marks + (KV_HEADS << LOG2_B) - KV_HEADS, scale, mask=is_v & (head < last))
+    else:
+        keys = pool.to(tl.pointer_type(dtype)) + row
+        tl.store(keys + k_offset, rotated, mask=stored & is_k[:, None])
+        tl.store(keys + HALF_PAGE + k_offset - KV_HEADS * HEAD_DIM, plain, mask=stored & is_v[:, None])
 
 
 def rotary_store(
@@ -80,5 +93,6 @@ def rotary_store(
         qkv, weight_q, weight_k, cos, sin, q_out, pool, block_table, positions, token_seqs, eps, clip,
         qkv.stride(0), cos.stride(0), block_table.stride(0),
         HEADS=heads, KV_HEADS=layout.kv_heads, HEAD_DIM=head_dim, TURNED=cos.shape[2], LOG2_B=layout.log2_block_tokens,
-        ENTRY_ELEMENTS=ENTRY_BYTES // q_out.element_size(), BLOCK_H=block_h, BLOCK_D=block_d, num_warps=1 if block_h == 1 else 4,
+        ENTRY_ELEMENTS=ENTRY_BYTES if layout.quantized else ENTRY_BYTES // q_out.element_size(), BLOCK_H=block_h, BLOCK_D=block_d,
+        QUANTIZED=layout.quantized, num_warps=1 if block_h == 1 else 4,
     )  # fmt: skip

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, poisoned, relative_error
 
-from rimuru_kernels.paged_attention import KVLayout, kernel, paged_attention_decode, paged_attention_prefill, store_kv_entries
+from rimuru_kernels.paged_attention import KVLayout, kernel, paged_attention_decode, paged_attention_prefill, quantized, store_kv_entries
 
 WILD = 1 << 30  # an entry far outside any pool: reading it would fail
 
@@ -40,6 +40,9 @@ def make_cache(lengths: list[int], layout: KVLayout, dtype: torch.dtype, spare_b
         positions = torch.cat([torch.arange(n) for n in lengths]).to(DEVICE, torch.int32)
         seqs = torch.cat([torch.full((n,), s) for s, n in enumerate(lengths)]).to(DEVICE, torch.int32)
         kernel.store(torch.cat(keys), torch.cat(values), pool, table, positions, seqs, layout)
+    if layout.quantized:
+        for stored in (cache.keys, cache.values):
+            stored[:] = [quantized.dequantize_heads(*quantized.quantize_heads(x), torch.float32) for x in stored]
     return cache
 
 
@@ -59,14 +62,18 @@ def expected(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int 
 SHAPES = [(4, 2, 4, 16), (1, 1, 3, 8), (64, 1, 7, 24)]  # block_tokens, key heads, query heads, head size
 GPU_SHAPES = [(16, 4, 32, 128), (4, 4, 32, 128), (32, 2, 16, 64), (16, 2, 16, 256)]
 WINDOWS = [None, 1, 37] if ON_GPU else [None, 37]  # the interpreter takes seconds a case
+QUANTIZED = [pytest.param(False, id="plain"), pytest.param(True, id="q8")]
 SHAPE_PARAMS = [pytest.param(*shape, id=f"B{shape[0]}-{shape[2]}over{shape[1]}x{shape[3]}") for shape in SHAPES + GPU_SHAPES * ON_GPU]
 
 
+@pytest.mark.parametrize("codes", QUANTIZED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"W{w}")
 @pytest.mark.parametrize(("block_tokens", "kv_heads", "heads", "head_dim"), SHAPE_PARAMS)
-def test_decode(block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
-    layout = KVLayout(block_tokens, kv_heads, head_dim)
+def test_decode(
+    block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool
+) -> None:
+    layout = KVLayout(block_tokens, kv_heads, head_dim, quantized=codes)
     lengths = sorted({1, max(1, block_tokens - 1), block_tokens, block_tokens + 1, 200}) + [0] + [5000] * ON_GPU
     cache = make_cache(lengths, layout, dtype)
     q = torch.randn(len(lengths), heads, head_dim).to(DEVICE, dtype)
@@ -81,11 +88,14 @@ def test_decode(block_tokens: int, kv_heads: int, heads: int, head_dim: int, win
             assert relative_error(out[seq : seq + 1], want) < TOLERANCE[dtype], length
 
 
+@pytest.mark.parametrize("codes", QUANTIZED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"W{w}")
 @pytest.mark.parametrize(("block_tokens", "kv_heads", "heads", "head_dim"), SHAPE_PARAMS)
-def test_prefill(block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype) -> None:
-    layout = KVLayout(block_tokens, kv_heads, head_dim)
+def test_prefill(
+    block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool
+) -> None:
+    layout = KVLayout(block_tokens, kv_heads, head_dim, quantized=codes)
     pairs = [(1, 1), (70, 70), (90, 3), (0, 0), (block_tokens + 1, 1), (block_tokens, block_tokens)] + [(3000, 1500)] * ON_GPU
     lengths, new = [n for n, _ in pairs], [r for _, r in pairs]
     cache = make_cache(lengths, layout, dtype)

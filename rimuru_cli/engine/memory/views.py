@@ -1,7 +1,7 @@
 """Memory views: what the bytes of a page mean. Each view turns entries into tensors over the pool's own bytes; nothing is copied.
 
     ExpertView   one projection, or one row tile of it: gate and up [f/t, d], down [d/t, f]
-    KVView       one token block of one layer: K [B, Hkv, D], then V [B, Hkv, D]
+    KVView       one token block of one layer: K [B, Hkv, D], then V [B, Hkv, D]; at 8 bits: `quantized_kv.py`
     SSMView      one layer's recurrent state of one sequence: [Hv, dk, dv]
     ConvView     one row of a convolution state: [C]; m rows that follow each other are the state [m, C]
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
+from rimuru_kernels.paged_attention import store_kv
 
 GATE, UP, DOWN = 0, 1, 2
 """Order of the projections in an expert's entries."""
@@ -26,7 +27,7 @@ GATE, UP, DOWN = 0, 1, 2
 _GRAIN = 32_000  # elements; torch gives a copy to several threads from 32768 on
 
 
-class _View:
+class PageView:
     """Pages of one kind and dtype. Offsets are in elements of that dtype."""
 
     def __init__(self, pool: PagePool, kind: PageKind, elements: int, dtype: torch.dtype) -> None:
@@ -49,7 +50,7 @@ class _View:
         return self._data.as_strided(shape, strides, self._base + entry * self._per_entry + skip)
 
 
-class ExpertView(_View):
+class ExpertView(PageView):
     """Experts as gate, up and down projections of 1 or more row tiles each.
 
     An expert's entries are gate tiles, then up tiles, then down tiles: 3·tiles of them, anywhere in the pool.
@@ -105,7 +106,7 @@ class ExpertView(_View):
             )
         for tiles, source in zip(self.expert(entries), (gate, up, down), strict=True):
             for tile, rows in zip(tiles, source.chunk(self.tiles), strict=True):
-                _copy_in_pieces(tile, rows)
+                copy_in_pieces(tile, rows)
 
     def matrices(self, entries: Sequence[int]) -> tuple[Tensor, Tensor] | None:
         """One expert as gate over up [2f, d] and down [d, f], or None where its gate and up pages do not follow each other exactly."""
@@ -115,7 +116,7 @@ class ExpertView(_View):
         return self._at(entries[GATE], (2 * self.f, self.d), (self.d, 1)), self.tiles_of(DOWN, entries[DOWN])
 
 
-def _copy_in_pieces(target: Tensor, source: Tensor) -> None:
+def copy_in_pieces(target: Tensor, source: Tensor) -> None:
     """target.copy_(source) without torch's thread pool, for threads beside the one that computes.
 
     A second thread that enters an OpenMP region gets a pool of its own, and with more pool threads than cores libgomp stops spinning in all
@@ -127,7 +128,7 @@ def _copy_in_pieces(target: Tensor, source: Tensor) -> None:
         into[start : start + _GRAIN].copy_(values[start : start + _GRAIN])
 
 
-class KVView(_View):
+class KVView(PageView):
     """Keys and values of one token block of one layer: K [B, Hkv, D], then V, in one page.
 
     Args:
@@ -156,6 +157,15 @@ class KVView(_View):
         """[B, Hkv, D]."""
         return self._at(entry, self._shape, self._strides, self._half)
 
+    def store(self, k: Tensor, v: Tensor, entries: Sequence[int], offset: int) -> None:
+        """Write k, v [R, Hkv, D] of consecutive tokens into these pages, from token `offset` of the first page on."""
+        store_kv(k, v, [self.keys(entry) for entry in entries], [self.values(entry) for entry in entries], offset)
+
+    def copy_tokens(self, source: int, target: int, count: int) -> None:
+        """Copy the first `count` tokens of a page to another."""
+        self.keys(target)[:count] = self.keys(source)[:count]
+        self.values(target)[:count] = self.values(source)[:count]
+
     @cached_property
     def rows(self) -> Tensor:
         """The pool as [num_rows, n], a view, n as large as lets every half page (keys, or values) be whole rows. See `rows_of`."""
@@ -179,12 +189,13 @@ class KVView(_View):
         """Rows of `rows` that the keys (or the values) of one page take."""
         return self._half // self.rows.shape[1]
 
-    def gather(self, rows: Tensor) -> Tensor:
-        """Copy keys and values of pages together: [2, tokens of these pages, Hkv, D], for the two halves of rows from `rows_of`."""
-        return self.rows.index_select(0, rows.reshape(-1)).view(2, -1, *self._shape[1:])
+    def gather(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy keys and values of pages together: [tokens of these pages, Hkv, D] each, for the two halves of rows from `rows_of`."""
+        keys, values = self.rows.index_select(0, rows.reshape(-1)).view(2, -1, *self._shape[1:]).unbind(0)
+        return keys, values
 
 
-class SSMView(_View):
+class SSMView(PageView):
     """Recurrent states [Hv, dk, dv], one page each.
 
     Args:
@@ -208,7 +219,7 @@ class SSMView(_View):
         return self._at(entry, self._shape, self._strides)
 
 
-class ConvView(_View):
+class ConvView(PageView):
     """Convolution states [m, C], one page per row, m pages that follow each other (`allocate_runs`) per state.
 
     Args:
