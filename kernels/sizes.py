@@ -40,3 +40,25 @@ def moe_workspace_bytes(max_tokens: int, top_k: int, num_experts: int, f: int, d
         return hidden
     tables = -(-max_tokens // COUNT_TOKENS) * num_experts + max_tiles(pairs, num_experts, SMALLEST_TILE) * TABLE_FIELDS
     return hidden + pairs * (d * itemsize + 4) + tables * 4
+
+
+KV_SCALE_BYTES = 2
+"""Bytes of the scale of one head of one token in a page of 8-bit codes (float16)."""
+
+
+def kv_token_bytes(kv_heads: int, head_dim: int, itemsize: int, *, quantized: bool) -> int:
+    """Bytes that keys and values of one token take in one layer, `itemsize` bytes an element or as 8-bit codes with their scales."""
+    return 2 * kv_heads * (head_dim + KV_SCALE_BYTES if quantized else head_dim * itemsize)
+
+
+PACKED_NUMBERS = 1 << 22
+"""Weights of a packed dense matrix that become numbers at once."""
+
+
+def packed_linear_bytes(columns: int, itemsize: int) -> int:
+    """Scratch bytes of `packed_linear` for many rows of x: codes, float32 numbers with their scales, and numbers of `itemsize` bytes.
+
+    Args:
+        columns: of the widest matrix.
+    """
+    return (PACKED_NUMBERS + 128 * columns) * (2 + 3 * 4 + itemsize)

@@ -11,10 +11,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from rimuru_kernels.gated_delta_rule import delta_gates
 from rimuru_kernels.gated_rms_norm import gated_rms_norm
+from rimuru_models.dense import product
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.layout import recurrent_prefix
 
@@ -31,12 +31,12 @@ class GatedDeltaNet:
         assert mixer is not None and mixer.kind == "delta"
         prefix = recurrent_prefix(loader.config, layer)
         self.layer = layer
-        self.projection = loader.rows(self.pieces(prefix, mixer))
+        self.projection = loader.matrix_rows(self.pieces(prefix, mixer))
         self.taps = loader.taps(f"{prefix}.conv1d.weight")
         self.a_log = loader.vector(f"{prefix}.A_log")
         self.dt_bias = loader.vector(f"{prefix}.dt_bias")
         self.norm = loader.vector(f"{prefix}.norm.weight")
-        self.output = loader.tensor(f"{prefix}.out_proj.weight")
+        self.output = loader.matrix(f"{prefix}.out_proj.weight")
         self.eps = loader.config.rms_eps
         self._parts = (mixer.channels, mixer.inner, mixer.value_heads, mixer.value_heads)
         keys = mixer.key_heads * mixer.key_dim
@@ -53,9 +53,9 @@ class GatedDeltaNet:
         """x [T, d] -> [T, d]. The rotary tables are not used: mixers are called alike."""
         states = context.recurrent
         assert states is not None, "a model with recurrent layers needs states"
-        mixed, z, b, a = linear(x, self.projection).split_with_sizes(self._parts, 1)
+        mixed, z, b, a = product(x, self.projection).split_with_sizes(self._parts, 1)
         q, k, v = states.convolve(self.layer, mixed, self.taps, None).split_with_sizes(self._qkv, 1)
         gates = delta_gates(a, b, self.a_log, self.dt_bias)
         out = states.delta_rule(self.layer, q.view(self._key_heads), k.view(self._key_heads), v.view(self._value_heads), *gates)
         out = gated_rms_norm(out, z.view(self._value_heads), self.norm, self.eps, norm_before_gate=True)
-        return linear(out.flatten(1), self.output)
+        return product(out.flatten(1), self.output)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
+from rimuru_models.dense import Matrix, product
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.layers import HeadNormAttention
 
@@ -26,7 +26,7 @@ class GatedAttention(HeadNormAttention):
         queries = self.heads * self.head_dim
         self._qkv_and_gate = (queries + 2 * self.kv_heads * self.head_dim, queries)
 
-    def load_projection(self, loader: DenseLoader, prefix: str) -> tuple[Tensor, Tensor | None]:
+    def load_projection(self, loader: DenseLoader, prefix: str) -> tuple[Matrix, Tensor | None]:
         """The matrix of q, k, v and gate, and its bias."""
         config = loader.config
         size, kv_rows = config.head_dim, config.num_kv_heads * config.head_dim
@@ -39,10 +39,10 @@ class GatedAttention(HeadNormAttention):
             return [*queries, (k, 0, kv_rows), (v, 0, kv_rows), *gates]
 
         bias = loader.rows(pieces("bias")) if config.attention_bias else None
-        return loader.rows(pieces("weight")), bias
+        return loader.matrix_rows(pieces("weight")), bias
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
         """As `Attention.forward`."""
         qkv, gate = self.project(x).split_with_sizes(self._qkv_and_gate, 1)
         out = self.attend(qkv, cos, sin, context).reshape(self._flat)
-        return linear(out * torch.sigmoid(gate), self.output, self.output_bias)
+        return product(out * torch.sigmoid(gate), self.output, self.output_bias)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torch import Tensor
-from torch.nn.functional import linear
 
 from rimuru_kernels.gated_rms_norm import gated_rms_norm
 from rimuru_kernels.mamba2 import time_steps
+from rimuru_models.dense import product
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.layout import recurrent_prefix
 
@@ -33,7 +33,7 @@ class Mamba2Mixer:
         prefix = recurrent_prefix(loader.config, layer)
         biased = mixer.projection_bias
         self.layer = layer
-        self.projection = loader.tensor(f"{prefix}.in_proj.weight")
+        self.projection = loader.matrix(f"{prefix}.in_proj.weight")
         self.projection_bias = loader.tensor(f"{prefix}.in_proj.bias") if biased else None
         self.taps = loader.taps(f"{prefix}.conv1d.weight")
         self.conv_bias = loader.tensor(f"{prefix}.conv1d.bias") if mixer.conv_bias else None
@@ -41,7 +41,7 @@ class Mamba2Mixer:
         self.skip = loader.vector(f"{prefix}.D")
         self.dt_bias = loader.vector(f"{prefix}.dt_bias")
         self.norm = loader.vector(f"{prefix}.norm.weight").view(mixer.key_heads, -1)
-        self.output = loader.tensor(f"{prefix}.out_proj.weight")
+        self.output = loader.matrix(f"{prefix}.out_proj.weight")
         self.output_bias = loader.tensor(f"{prefix}.out_proj.bias") if biased else None
         self.eps, self.limits = loader.config.rms_eps, mixer.step_limits
         shared = mixer.key_heads * mixer.key_dim
@@ -54,11 +54,11 @@ class Mamba2Mixer:
         """x [T, d] -> [T, d]. The rotary tables are not used: mixers are called alike."""
         states = context.recurrent
         assert states is not None, "a model with recurrent layers needs states"
-        gate, mixed, dt = linear(x, self.projection, self.projection_bias).split_with_sizes(self._parts, 1)
+        gate, mixed, dt = product(x, self.projection, self.projection_bias).split_with_sizes(self._parts, 1)
         inner, b, c = states.convolve(self.layer, mixed, self.taps, self.conv_bias).split_with_sizes(self._xbc, 1)
         steps = time_steps(dt, self.dt_bias, self.limits)
         out = states.state_space(
             self.layer, inner.view(self._heads), steps, self.a_log, b.view(self._groups), c.view(self._groups), self.skip
         )
         out = gated_rms_norm(out.view(self._normed), gate.view(self._normed), self.norm, self.eps, norm_before_gate=False)
-        return linear(out.flatten(1), self.output, self.output_bias)
+        return product(out.flatten(1), self.output, self.output_bias)

@@ -14,7 +14,7 @@ from rimuru_kernels.expert_fetch.state import COUNTER_NAMES, FetchPlan, LayerRes
 from rimuru_kernels.rms_norm import add_rms_norm
 from rimuru_kernels.topk_gating import topk_gating
 
-__all__ = ["COUNTER_NAMES", "FetchPlan", "LayerResidency", "ResolvePolicy", "fetch", "predict", "resolve", "route"]
+__all__ = ["COUNTER_NAMES", "FetchPlan", "LayerResidency", "ResolvePolicy", "count", "fetch", "predict", "resolve", "route"]
 
 MAX_TOKENS = 64
 """Most tokens of a step whose residency is decided on the device; longer steps touch nearly all experts and are streamed."""
@@ -51,6 +51,54 @@ def _check(name: str, tokens: int, top_k: int, state: LayerResidency, plan: Fetc
         raise ValueError(f"{name}: a plan for {plan.sources.numel()} misses is too small for {tokens} tokens with {top_k} experts each")
 
 
+def _check_routing(name: str, ids: Tensor, weights: Tensor) -> None:
+    if ids.ndim != 2 or ids.is_floating_point() or weights.dtype is not torch.float32 or weights.shape != ids.shape:
+        raise ValueError(f"{name}: ids {ids.dtype} {list(ids.shape)}, weights {weights.dtype} {list(weights.shape)}")
+    if not ids.is_contiguous() or not weights.is_contiguous():
+        raise ValueError(f"{name}: ids and weights must be contiguous")
+
+
+def count(
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    state: LayerResidency,
+    policy: ResolvePolicy = ResolvePolicy(),  # noqa: B008 (frozen)
+) -> None:
+    """Keep a layer's scores and counters as `resolve` does, in a step of any size whose experts are all there by other means.
+
+    Args:
+        topk_ids: int32 or int64 [T, k] contiguous; negative ids select nothing.
+        topk_weights: float32 [T, k] contiguous.
+        state: the layer's tensors; scores and the counters of uses and hits are updated.
+        policy: its decay counts.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not go together.
+    """
+    _check_routing("count", topk_ids, topk_weights)
+    experts = state.entries.shape[0]
+    tensors = (topk_ids, topk_weights, state.entries, state.scores, state.counters)
+    if len({t.device for t in tensors}) > 1 or not all(t.is_contiguous() for t in tensors):
+        raise ValueError("count: all tensors must be contiguous and on one device")
+    kinds = [state.entries.dtype, state.scores.dtype, state.counters.dtype]
+    if (
+        kinds != [torch.int32, torch.float32, torch.int64]
+        or state.scores.shape != (experts,)
+        or state.counters.numel() != len(COUNTER_NAMES)
+    ):
+        raise ValueError(f"count: entries {list(state.entries.shape)}, scores {list(state.scores.shape)}, counters of {kinds} do not fit")
+    if not 1 <= topk_ids.shape[1] <= experts <= MAX_EXPERTS:
+        raise ValueError(f"count: {topk_ids.shape[1]} of {experts} experts a token; at most {MAX_EXPERTS} experts")
+    if not len(topk_ids):
+        return
+    if topk_ids.is_cuda:
+        from rimuru_kernels.expert_fetch import count_kernel
+
+        count_kernel.count(topk_ids, topk_weights, state, policy.decay)
+    else:
+        reference.count(topk_ids, topk_weights, state, policy.decay)
+
+
 def resolve(
     topk_ids: Tensor,
     topk_weights: Tensor,
@@ -79,15 +127,7 @@ def resolve(
     Raises:
         ValueError: shapes, dtypes or devices that do not go together.
     """
-    if (
-        topk_ids.ndim != 2
-        or topk_ids.is_floating_point()
-        or topk_weights.dtype is not torch.float32
-        or topk_weights.shape != topk_ids.shape
-    ):
-        raise ValueError(f"resolve: ids {topk_ids.dtype} {list(topk_ids.shape)}, weights {topk_weights.dtype} {list(topk_weights.shape)}")
-    if not topk_ids.is_contiguous() or not topk_weights.is_contiguous():
-        raise ValueError("resolve: ids and weights must be contiguous")
+    _check_routing("resolve", topk_ids, topk_weights)
     _check("resolve", topk_ids.shape[0], topk_ids.shape[1], state, plan, topk_ids.device)
     if topk_ids.is_cuda:
         from rimuru_kernels.expert_fetch import kernel

@@ -64,7 +64,7 @@ def _tally(
 @triton.jit
 def _decide(
     ids, weights, tokens, entries, scores, host, view, sources, pages, count, counters, scratch, tally, log2_decay,
-    T: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PAGES: tl.constexpr, SCRATCH: tl.constexpr, NEVER: tl.constexpr,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PAGES: tl.constexpr, SCRATCH: tl.constexpr, NEVER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
@@ -133,17 +133,18 @@ def _decide(
 
 @triton.jit
 def _resolve(
-    ids, weights, num_tokens, entries, scores, host, view, sources, pages, count, counters, scratch, tally, log2_decay,
-    T: tl.constexpr, TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PAGES: tl.constexpr, SCRATCH: tl.constexpr, NEVER: tl.constexpr,
+    ids, weights, num_tokens, entries, scores, host, view, sources, pages, count, counters, scratch, tally, log2_decay, T,
+    TOP_K: tl.constexpr, EXPERTS: tl.constexpr, PAGES: tl.constexpr, SCRATCH: tl.constexpr, NEVER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_S: tl.constexpr,
     IN_MEMORY: tl.constexpr,
 ):  # fmt: skip
+    # T is no constant: every number of rows would be compiled by itself.
     tokens = T
     if num_tokens is not None:
         tokens = tl.minimum(tl.load(num_tokens), T)
     _decide(
         ids, weights, tokens, entries, scores, host, view, sources, pages, count, counters, scratch, tally, log2_decay,
-        T, TOP_K, EXPERTS, PAGES, SCRATCH, NEVER, BLOCK_T, BLOCK_K, BLOCK_E, BLOCK_P, BLOCK_S, IN_MEMORY,
+        TOP_K, EXPERTS, PAGES, SCRATCH, NEVER, BLOCK_T, BLOCK_K, BLOCK_E, BLOCK_P, BLOCK_S, IN_MEMORY,
     )  # fmt: skip
 
 
@@ -186,7 +187,7 @@ def _route(
             ids, weights = given_ids, given_weights
         _decide(
             ids, weights, tokens, entries, scores, host, view, sources, pages, count, counters, scratch, tally, log2_decay,
-            T, TOP_K, EXPERTS, PAGES, SCRATCH, NEVER, BLOCK_T, BLOCK_K, BLOCK_E, BLOCK_P, BLOCK_S, IN_MEMORY,
+            TOP_K, EXPERTS, PAGES, SCRATCH, NEVER, BLOCK_T, BLOCK_K, BLOCK_E, BLOCK_P, BLOCK_S, IN_MEMORY,
         )  # fmt: skip
 
 

@@ -62,6 +62,20 @@ def resolve(
     state.counters.add_(torch.tensor([sum(uses), hits, copies, len(misses) - copies], device=state.counters.device))
 
 
+def count(topk_ids: Tensor, topk_weights: Tensor, state: LayerResidency, decay: float) -> None:
+    """See `rimuru_kernels.expert_fetch.count`; arguments are taken as checked."""
+    tokens, known = len(topk_ids), topk_ids >= 0
+    ids = topk_ids.clamp(min=0).long()
+    weights = torch.where(known, topk_weights, 0.0)
+    sums = weights.sum(1, keepdim=True)
+    share = weights / torch.where(sums > 0.0, sums, 1.0)
+    share = torch.where((share >= 0.0) & (share <= 1.0), share, 0.0)
+    share *= (decay ** torch.arange(tokens - 1, -1, -1, device=ids.device).float()).unsqueeze(1)
+    state.scores.mul_(decay**tokens).index_add_(0, ids.reshape(-1), share.reshape(-1))
+    state.counters[0] += known.sum()
+    state.counters[1] += ((state.entries[:, 0] >= 0)[ids] & known).sum()
+
+
 def predict(ids: Tensor, weights: Tensor, state: LayerResidency, plan: FetchPlan, policy: ResolvePolicy, limit: int) -> None:
     """See `rimuru_kernels.expert_fetch.predict`; ids and weights [1, k] are the guess, weights summing to 1."""
     guess = dict(zip(ids[0].tolist(), weights[0].tolist(), strict=True))

@@ -100,6 +100,7 @@ def gated_delta_rule_entries(
     cu_seqlens: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    single_rows: bool = True,
 ) -> Tensor:
     """`gated_delta_rule` over states in the pages of a pool. On a GPU nothing is read on the host.
 
@@ -111,6 +112,7 @@ def gated_delta_rule_entries(
         cu_seqlens: int32 [S + 1]: sequence s owns rows cu_seqlens[s] to cu_seqlens[s + 1] - 1, maybe none; rows from cu_seqlens[S] on
             are left unwritten. None: one row each.
         out: [T, Hv, dv] contiguous, or None for a new tensor.
+        single_rows: whether a sequence may have exactly one row; False spares a launch.
 
     Returns:
         [T, Hv, dv] in v's dtype.
@@ -135,7 +137,7 @@ def gated_delta_rule_entries(
 
         if cu_seqlens is not None and q.shape[2] > chunk_kernel.MAX_KEY_DIM:
             raise ValueError(f"{name}: keys of {q.shape[2]} elements; on a GPU at most {chunk_kernel.MAX_KEY_DIM} with cu_seqlens")
-        launch.by_entries(q, k, v, log_decay, beta, pool, entries, cu_seqlens, out)
+        launch.by_entries(q, k, v, log_decay, beta, pool, entries, cu_seqlens, out, single_rows)
         return out
     shape = (v.shape[1], q.shape[2], v.shape[2])
     for entry, (start, stop) in zip(entries.tolist(), sequence_rows(cu_seqlens, seqs), strict=True):

@@ -11,6 +11,8 @@ the sums. What passes from kernel to kernel (w, y, u, S) is rounded to the input
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -23,9 +25,14 @@ from rimuru_kernels.varlen_kernel import find_tile, num_tiles
 CHUNK = 64
 MAX_KEY_DIM = 128
 """Longest key whose tiles fit the shared memory of every GPU."""
+LEAST_BLOCK = 32
+"""Products of float32 that are 16 wide reach outside their shared memory where 8 warps compute them (Triton 3.6, H200)."""
 SCAN_COLUMNS = 32
 """Columns of a state that a program of the scan holds: 128 programs for 32 heads of 128, about one a multiprocessor."""
 OUTPUT_COLUMNS = 64
+"""... of the output; for inputs of 2 bytes twice as many."""
+ROOMY = 160 << 10
+"""Shared memory in bytes with which one more chunk of the scan is on its way (the A100, H100 and their like)."""
 _C: tl.constexpr = tl.constexpr(CHUNK)
 _CHANGING = ["tokens", "num_seqs"]
 """They change from call to call: no kernel is compiled anew for special ones."""
@@ -193,9 +200,21 @@ def warps(half: bool) -> int:
     return 4 if half else 8
 
 
-def stages(half: bool) -> int:
-    """Chunks whose w, u and k the scan has in shared memory at once."""
-    return 2 if half else 1
+def stages(half: bool, shared_bytes: int = 0) -> int:
+    """Chunks whose w, u and k the scan has in shared memory at once, where a block may have so much of it."""
+    return (3 if shared_bytes >= ROOMY else 2) if half else 1
+
+
+def output_columns(half: bool) -> int:
+    """Columns of a state that a program of the output reads."""
+    return 2 * OUTPUT_COLUMNS if half else OUTPUT_COLUMNS
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block may have on a device."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", 0))
 
 
 def chunks(
@@ -213,9 +232,9 @@ def chunks(
     w = torch.empty((tokens, heads, dk), dtype=out.dtype, device=device)
     totals, k_scales = torch.empty((2, heads, tokens), dtype=torch.float32, device=device)
     noted = torch.empty((tiles, heads, dk, dv), dtype=out.dtype, device=device)
-    block_k, block_v = max(16, triton.next_power_of_2(dk)), max(16, triton.next_power_of_2(dv))
-    scan_v, output_v = min(SCAN_COLUMNS, block_v), min(OUTPUT_COLUMNS, block_v)
+    block_k, block_v = (max(LEAST_BLOCK, triton.next_power_of_2(size)) for size in (dk, dv))
     half = out.dtype.itemsize < 4
+    scan_v, output_v = min(SCAN_COLUMNS, block_v), min(output_columns(half), block_v)
     sizes = {
         "HEADS": heads, "RATIO": heads // key_heads, "DK": dk, "DV": dv, "BLOCK_K": block_k,
         "PRECISION": precision(half), "num_warps": warps(half),
@@ -226,7 +245,7 @@ def chunks(
     )  # fmt: skip
     _scan[(triton.cdiv(dv, scan_v), heads, seqs)](
         k, w, out, totals, k_scales, places.base, places.offsets, cu_seqlens, noted, tokens, k.stride(0), k.stride(1),
-        UNIT=places.unit, BLOCK_V=scan_v, num_stages=stages(half), **sizes,
+        UNIT=places.unit, BLOCK_V=scan_v, num_stages=stages(half, _shared_bytes(device)), **sizes,
     )  # fmt: skip
     _output[(triton.cdiv(dv, output_v), heads, tiles)](
         q, k, out, totals, k_scales, places.offsets, cu_seqlens, noted, dk**-0.5, seqs, tokens,

@@ -28,7 +28,7 @@ def _cases(name: str, half: bool) -> list[CompileCase]:
     unit = {"UNIT": ENTRY_BYTES // 4}
     chunks = sizes | {"PRECISION": chunk_kernel.precision(half)}
     warps = chunk_kernel.warps(half)
-    step, scan, output = kernel.STEP_TILES, chunk_kernel.SCAN_COLUMNS, chunk_kernel.OUTPUT_COLUMNS
+    step, scan, output = kernel.STEP_TILES, chunk_kernel.SCAN_COLUMNS, chunk_kernel.output_columns(half)
     cases = [
         CompileCase(f"gates {name}", kernel._gates, signature, {"HEADS": HEADS, "BLOCK": 256}, 2, 3),
         CompileCase(f"step {name}", kernel._step, signature, sizes | unit | {"BLOCK_V": step.columns}, step.warps, 3),

@@ -28,10 +28,22 @@ def by_views(
 
 
 def by_entries(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, pool: Tensor, entries: Tensor, cu_seqlens: Tensor | None, out: Tensor
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, pool: Tensor, entries: Tensor, cu_seqlens: Tensor | None, out: Tensor,
+    steps: bool = True,
+) -> None:  # fmt: skip
     """`gated_delta_rule_entries` by the kernels; arguments are taken as checked."""
-    _launch(q, k, v, log_decay, beta, places_in_pool(pool, entries, torch.float32), cu_seqlens, out, True, cu_seqlens is not None)
+    _launch(
+        q,
+        k,
+        v,
+        log_decay,
+        beta,
+        places_in_pool(pool, entries, torch.float32),
+        cu_seqlens,
+        out,
+        steps or cu_seqlens is None,
+        cu_seqlens is not None,
+    )
 
 
 def _launch(

@@ -1,23 +1,23 @@
 """Mamba-2's state space: a linear recurrence whose steps the input chooses (Dao & Gu 2024, arXiv 2405.21060).
 
-Over a list of states, each a view; or, for one row a sequence, over page entries in one pool of bytes, with nothing read on the host, so
-that a step can be captured as a graph. On a GPU one row a sequence is a Triton kernel in float32 (the reference's values up to the order
-of sums); more rows are torch's products.
+Two forms: over a list of states, each a view, and over page entries in one pool of bytes, with nothing read on the host, so that a step
+can be captured as a graph. On a GPU both run Triton kernels, in float32 for sequences of one row, and with products of the inputs' dtype
+summed in float32 for longer ones; their results differ from the reference's by rounding (float32: 2e-5, half precision: 1e-2 of the whole
+output's length).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from rimuru_kernels.mamba2 import reference
-from rimuru_kernels.state_pages import check_bounds, check_entries, view_pages
+from rimuru_kernels.state_pages import check_bounds, check_entries, sequence_rows, view_pages
 from rimuru_kernels.varlen import check_rows
 
-__all__ = ["state_space", "state_space_step", "time_steps"]
+__all__ = ["state_space", "state_space_entries", "time_steps"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,6 +39,12 @@ def time_steps(dt: Tensor, dt_bias: Tensor, limits: tuple[float, float]) -> Tens
         raise ValueError(f"time_steps: dt {dt.dtype} {list(dt.shape)} and dt_bias {list(dt_bias.shape)} are not [T, H] and [H]")
     if dt_bias.dtype not in (torch.float32, torch.float64) or not 0.0 <= limits[0] <= limits[1]:
         raise ValueError(f"time_steps: dt_bias is {dt_bias.dtype}, limits are {limits}; need float32 and 0 <= least <= largest")
+    if dt.is_cuda and dt.numel() and dt_bias.dtype is torch.float32 and dt.dtype in _DTYPES:
+        from rimuru_kernels.mamba2 import kernel
+
+        out = torch.empty(dt.shape, dtype=torch.float32, device=dt.device)
+        kernel.time_steps(dt if dt.stride(1) == 1 else dt.contiguous(), dt_bias.contiguous(), limits, out)
+        return out
     return reference.time_steps(dt, dt_bias, limits)
 
 
@@ -80,17 +86,16 @@ def state_space(
     for state in states:
         if state.shape != expected or state.dtype is not wide or state.device != x.device or not state.is_contiguous():
             raise ValueError(f"state_space: a state is {state.dtype} {list(state.shape)}, not contiguous {wide} {list(expected)}")
-    single = len(states) == x.shape[0] and all(stop - start == 1 for start, stop in pairwise(cu_seqlens))
-    if x.is_cuda and x.numel() and single and wide is torch.float32 and x.dtype in _DTYPES:
+    if x.is_cuda and x.numel() and wide is torch.float32 and x.dtype in _DTYPES:
         from rimuru_kernels.mamba2 import launch
 
-        out = launch.by_views(x, dt, a_log, b, c, d, states)
+        out = launch.by_views(x, dt, a_log, b, c, d, states, cu_seqlens)
         if out is not None:
             return out
     return reference.state_space(x, dt, a_log, b, c, d, states, cu_seqlens)
 
 
-def state_space_step(
+def state_space_entries(
     x: Tensor,
     dt: Tensor,
     a_log: Tensor,
@@ -99,48 +104,55 @@ def state_space_step(
     d: Tensor,
     pool: Tensor,
     entries: Tensor,
+    cu_seqlens: Tensor | None = None,
     *,
     out: Tensor | None = None,
+    single_rows: bool = True,
 ) -> Tensor:
-    """`state_space` of one row a sequence over states in the pages of a pool. On a GPU nothing is read on the host.
+    """`state_space` over states in the pages of a pool. On a GPU nothing is read on the host.
 
     Args:
-        x, dt, a_log, b, c, d: as for `state_space`, T = S; dt, a_log, d float32, x, b, c half precision or float32.
+        x, dt, a_log, b, c, d: as for `state_space`; dt, a_log, d float32, x, b, c half precision or float32.
         pool: uint8 [bytes].
         entries: int32 [S], the page of each sequence's state [H, P, N] float32, offset / 256; no page twice. Where it is negative no
-            state is touched, and the row of the result is zeros.
-        out: [S, H, P] contiguous, or None for a new tensor.
+            state is touched, and the sequence's rows of the result are zeros.
+        cu_seqlens: int32 [S + 1]: sequence s owns rows cu_seqlens[s] to cu_seqlens[s + 1] - 1, maybe none; rows from cu_seqlens[S] on
+            are left unwritten. None: one row each.
+        out: [T, H, P] contiguous, or None for a new tensor.
+        single_rows: whether a sequence may have exactly one row; False spares a launch.
 
     Returns:
-        [S, H, P] in x's dtype.
+        [T, H, P] in x's dtype.
 
     Raises:
-        ValueError: shapes, dtypes or devices that do not go together.
+        ValueError: shapes, dtypes or devices that do not go together, or on a GPU states of more than 256 elements with cu_seqlens.
     """
-    name = "state_space_step"
+    name = "state_space_entries"
     _check(name, x, dt, a_log, b, c, d)
     if dt.dtype is not torch.float32 or x.dtype not in _DTYPES:
         raise ValueError(f"{name}: x is {x.dtype}, dt {dt.dtype}; need half precision or float32, and float32")
-    check_bounds(name, None, check_entries(name, pool, entries, (), x.device), len(x), x.device)
+    seqs = check_entries(name, pool, entries, (), x.device)
+    check_bounds(name, cu_seqlens, seqs, len(x), x.device)
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     elif out.shape != x.shape or out.dtype is not x.dtype or out.device != x.device or not out.is_contiguous():
         raise ValueError(f"{name}: out {out.dtype} {list(out.shape)} must be contiguous and like x {x.dtype} {list(x.shape)}")
-    if not x.numel():
+    if not x.numel() or not seqs:
         return out
     if x.is_cuda:
-        from rimuru_kernels.mamba2 import launch
+        from rimuru_kernels.mamba2 import chunk_kernel, launch
 
-        launch.by_entries(x, dt, a_log, b, c, d, pool, entries, out)
+        if cu_seqlens is not None and b.shape[2] > chunk_kernel.MAX_STATE:
+            raise ValueError(f"{name}: states of {b.shape[2]} elements; on a GPU at most {chunk_kernel.MAX_STATE} with cu_seqlens")
+        launch.by_entries(x, dt, a_log, b, c, d, pool, entries, cu_seqlens, out, single_rows)
         return out
     shape = (*x.shape[1:], b.shape[2])
-    for row, entry in enumerate(entries.tolist()):
-        rows = slice(row, row + 1)
+    for entry, (start, stop) in zip(entries.tolist(), sequence_rows(cu_seqlens, seqs), strict=True):
         if entry < 0:
-            out[rows] = 0.0
-        else:
-            state = view_pages(pool, entry, shape, torch.float32)
-            out[rows] = reference.state_space(x[rows], dt[rows], a_log, b[rows], c[rows], d, [state], (0, 1))
+            out[start:stop] = 0.0
+            continue
+        rows, state = slice(start, stop), view_pages(pool, entry, shape, torch.float32)
+        out[rows] = reference.state_space(x[rows], dt[rows], a_log, b[rows], c[rows], d, [state], (0, stop - start))
     return out
 
 

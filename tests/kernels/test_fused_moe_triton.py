@@ -194,7 +194,7 @@ def test_sorting_in_one_and_in_two_launches(tokens: int, k: int, experts: int, m
         monkeypatch.setattr(launch, "MAX_ONE_LAUNCH_PAIRS", limit)
         workspace.order.fill_(-7)
         workspace.offsets.fill_(-7)
-        launch._sort(ids, experts, workspace)
+        launch.sort_pairs(ids, experts, workspace)
         used = int((ids >= 0).sum())
         flat = ids.view(-1).cpu()
         assert workspace.order[:used].tolist() == [pair for e in range(experts) for pair in torch.where(flat == e)[0].tolist()]

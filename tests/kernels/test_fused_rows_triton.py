@@ -7,6 +7,7 @@ import torch
 from triton_device import DEVICE, DTYPES, ON_GPU, TOLERANCE, poisoned, relative_error
 
 from rimuru_kernels.paged_attention import KVLayout
+from rimuru_kernels.paged_attention.reference import read_pages
 from rimuru_kernels.rms_norm import add_rms_norm
 from rimuru_kernels.rms_norm import kernel as rms_norm_kernel
 from rimuru_kernels.rotary import kernel as rotary_kernel
@@ -127,6 +128,31 @@ def test_rotary_store(
     exact = wide_pool.view(-1, wide_units * 256)[:, : wide.page_bytes(8)].view(torch.float64)
     assert torch.equal(stored.isnan(), exact.isnan())
     assert relative_error(stored.nan_to_num(), exact.nan_to_num()) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim"), [(3, 4, 2, 8), (17, 3, 1, 24), (2, 16, 2, 128)])
+def test_rotary_store_of_codes(tokens: int, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    """What is stored is what rounding the plain keys and values gives; a code may be one off where the rotation was rounded otherwise."""
+    plain, codes = KVLayout(4, kv_heads, head_dim), KVLayout(4, kv_heads, head_dim, quantized=True)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim).to(DEVICE, dtype)
+    positions = torch.arange(tokens, device=DEVICE)
+    positions[1] = -1  # a padded row
+    cos, sin = rotary_tables(positions.clamp(min=0), 10000.0 ** -(torch.arange(0, head_dim, 2, device=DEVICE) / head_dim), torch.float32)
+    stored = []
+    for layout in (plain, codes):
+        units = -(-layout.page_bytes(dtype.itemsize) // 256)
+        pool = torch.zeros(tokens * units * 256, dtype=torch.uint8, device=DEVICE)
+        table = (torch.randperm(tokens).view(1, tokens) * units).to(DEVICE, torch.int32)
+        out = poisoned(tokens, heads, head_dim, dtype=dtype)
+        owners = torch.zeros(tokens, dtype=torch.int32, device=DEVICE)
+        rotary_kernel.rotary_store(qkv, None, None, cos, sin, out, pool, table, positions, owners, layout, 1e-6, None)
+        blocks = table[0, : -(-tokens // 4)].tolist()
+        stored.append([torch.cat(pages) for pages in read_pages(pool, blocks, layout, torch.float32 if layout.quantized else dtype)])
+    for exact, rounded in zip(*stored, strict=True):
+        step = exact.float().abs().amax(-1, keepdim=True) / 127
+        assert ((rounded - exact.float()).abs() <= 0.6 * step + 1e-6).all()
+        assert rounded.abs().amax() > 0 and not rounded[1].any()
 
 
 @pytest.mark.gpu

@@ -273,3 +273,12 @@ def test_pages_beyond_eight_gibibytes() -> None:
         out = gated_delta_rule_entries(*x, data, entries, cu_seqlens)
         for (a, b), state, (rows, end) in zip(pairwise(bounds), states, expected, strict=True):
             assert relative_error(out[a:b], rows) < 1e-2 and relative_error(state, end) < 1e-2
+
+
+def test_no_single_rows_need_no_step() -> None:
+    x, pool = inputs(5, SHAPES[0], torch.float32), pool_of(2, SHAPES[0])
+    bounds, twin = torch.tensor([0, 3, 5], dtype=torch.int32, device=DEVICE), pool.data.clone()
+    outs = [poisoned(*x.v.shape, dtype=torch.float32) for _ in range(2)]
+    launch.by_entries(*x, pool.data, pool.entries, bounds, outs[0])
+    launch.by_entries(*x, twin, pool.entries, bounds, outs[1], steps=False)
+    assert torch.equal(*outs) and torch.equal(pool.data, twin)
