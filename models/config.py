@@ -14,7 +14,10 @@ from rimuru_models.config_pieces import refuse_what_we_cannot_compute
 from rimuru_models.errors import CheckpointError
 from rimuru_models.families import FAMILIES
 from rimuru_models.fields import Fields
+from rimuru_models.gguf import gguf_of, open_gguf
+from rimuru_models.gguf.config import config_values
 from rimuru_models.index import read_json_file
+from rimuru_models.quantization.table import Quantization, read_quantization
 from rimuru_models.recurrent_config import RecurrentConfig
 
 
@@ -45,6 +48,7 @@ class ModelConfig:
         recurrent_layers: indices of the layers with a recurrent mixer in place of attention; `recurrent`: its shape, or None.
         embedding_multiplier, residual_multiplier: factors on the embeddings and on each branch before it is added.
         logits_divisor: the logits are divided by it.
+        quantization: how matrices may be stored that are quantised; None: all are plain numbers.
     """
 
     architecture: str
@@ -82,6 +86,7 @@ class ModelConfig:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+    quantization: Quantization | None = None
 
     @cached_property
     def attention_layers(self) -> tuple[int, ...]:
@@ -94,11 +99,14 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> ModelConfig:
-        """Read `model_dir`/config.json.
+        """Read `model_dir`/config.json, or what a GGUF file says instead.
 
         Raises:
             CheckpointError: unreadable, unsupported or contradictory; names the file and the field.
         """
+        gguf = gguf_of(Path(model_dir))
+        if gguf is not None:
+            return cls.from_dict(config_values(open_gguf(gguf)), where=str(gguf))
         path = Path(model_dir) / "config.json"
         values = read_json_file(path)
         if not isinstance(values, dict):
@@ -124,7 +132,7 @@ class ModelConfig:
         family = FAMILIES[architecture]
         _check_type(fields, family.model_type, architecture)
         refuse_what_we_cannot_compute(fields)
-        text = fields
+        quantization, text = read_quantization(fields), fields
         if family.nested is not None:
             name, model_type = family.nested
             if not fields.present(name):
@@ -132,10 +140,14 @@ class ModelConfig:
             text = Fields(fields.mapping(name), f"{where}: {name}")
             _check_type(text, model_type, architecture)
             refuse_what_we_cannot_compute(text)
+            inner = read_quantization(text)
+            if quantization is not None and inner not in (None, quantization):
+                raise text.error("its quantization_config contradicts the one of the whole model.")
+            quantization = quantization or inner
         values = family.read(text)
         if fields.present("tie_word_embeddings"):
             values["tie_word_embeddings"] = fields.flag("tie_word_embeddings", False)
-        return cls(architecture=architecture, model_type=family.model_type, **values)
+        return cls(architecture=architecture, model_type=family.model_type, quantization=quantization, **values)
 
 
 def _check_type(fields: Fields, expected: str, architecture: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rimuru_models.fields import Fields
-from rimuru_models.headers import brief
 
 # Far above every real model, far below what would make arithmetic or memory absurd.
 MAX_WIDTH = 1 << 20
@@ -16,13 +15,7 @@ _MAX_VOCAB = 1 << 24
 
 
 def refuse_what_we_cannot_compute(fields: Fields) -> None:
-    """Quantised weights and other activations than silu."""
-    if fields.present("quantization_config"):
-        method = fields.mapping("quantization_config").get("quant_method", "unnamed method")
-        raise fields.error(
-            f"the weights are quantised ({brief(method)}), which this version cannot compute with yet.",
-            hint="Get the bfloat16 or float16 version of this model.",
-        )
+    """Other activations than silu."""
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise fields.error(f"hidden_act {activation[:40]!r} is not supported; only 'silu' is.")

@@ -10,11 +10,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from rimuru_kernels.rms_norm import add_rms_norm, rms_norm
 from rimuru_kernels.rotary import rotary_tables
 from rimuru_models.delta_net import GatedDeltaNet
+from rimuru_models.dense import product, rows_of
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.layers import Attention, DenseMLP
 from rimuru_models.layout import EMBEDDING, FINAL_NORM
@@ -54,7 +55,7 @@ class MoeDecoder:
     def __init__(self, loader: DenseLoader) -> None:
         self.config = loader.config
         self.dtype = loader.dtype
-        self.embedding = loader.tensor(EMBEDDING)
+        self.embedding = loader.matrix(EMBEDDING)
         self.layers = [DecoderLayer(type(self), loader, layer) for layer in range(self.config.num_layers)]
         self.norm = loader.norm(FINAL_NORM)
         self._next_norms = [*(layer.mixer_norm for layer in self.layers[1:]), self.norm]
@@ -74,7 +75,7 @@ class MoeDecoder:
         """
         eps, factor = self.config.rms_eps, self.config.residual_multiplier
         cos, sin = rotary_tables(context.positions, self.inv_freq, self.dtype)
-        hidden = embedding(token_ids, self.embedding)
+        hidden = rows_of(self.embedding, token_ids, self.dtype)
         if self.config.embedding_multiplier != 1.0:
             hidden.mul_(self.config.embedding_multiplier)
         normed = rms_norm(hidden, self.layers[0].mixer_norm, eps)
@@ -91,5 +92,6 @@ class MoeDecoder:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, d] -> float32 [R, vocab_size]."""
-        out = linear(hidden, self.output).float()
+        output = self.output
+        out = (linear(hidden, output) if isinstance(output, Tensor) else product(hidden, output)).float()
         return out if self.config.logits_divisor == 1.0 else out.div_(self.config.logits_divisor)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from rimuru_models.errors import CheckpointError, NotFoundError
+from rimuru_models.gguf import GGUFFiles, gguf_of, open_gguf
+from rimuru_models.gguf.config import config_values
 from rimuru_models.headers import SafetensorsHeader, TensorInfo, brief, load_json, read_header
 
 MAX_JSON_BYTES = 100_000_000
@@ -25,11 +27,13 @@ class CheckpointIndex:
         model_dir: the model folder.
         tensors: tensor name -> (file, TensorInfo); `file` is a path inside `model_dir`.
         headers: file -> its checked header.
+        gguf: the files of a GGUF model, whose names and types these are then; None for safetensors.
     """
 
     model_dir: Path
     tensors: dict[str, tuple[Path, TensorInfo]]
     headers: dict[Path, SafetensorsHeader]
+    gguf: GGUFFiles | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -116,7 +120,8 @@ def _is_plain_name(file: str) -> bool:
 def open_index(model_dir: Path) -> CheckpointIndex:
     """Read the headers of all shards of a model folder.
 
-    Uses model.safetensors, else the files of model.safetensors.index.json, else every *.safetensors file.
+    Uses model.safetensors, else the files of model.safetensors.index.json, else every *.safetensors file, else the one GGUF model in it; or
+    the GGUF file that `model_dir` names.
 
     Raises:
         NotFoundError: not there, not a model folder, or no weights in it.
@@ -124,6 +129,9 @@ def open_index(model_dir: Path) -> CheckpointIndex:
             shards, a tensor in two files, or a broken header.
     """
     model_dir = Path(model_dir)
+    gguf = gguf_of(model_dir)
+    if gguf is not None:
+        return gguf_index(open_gguf(gguf))
     _require_model_dir(model_dir)
     names, weight_map = _shard_names(model_dir)
     headers: dict[str, SafetensorsHeader] = {}
@@ -133,6 +141,16 @@ def open_index(model_dir: Path) -> CheckpointIndex:
             raise CheckpointError(f"the shard {path} is missing.", hint="Download the model again; files that are complete are kept.")
         headers[name] = read_header(path)
     return combine_headers(model_dir, headers, weight_map)
+
+
+def gguf_index(files: GGUFFiles) -> CheckpointIndex:
+    """A GGUF model's headers in the form of an index: its own names and types of tensors, places counted from each file's beginning."""
+    tensors = {name: (path, TensorInfo(one.kind, one.shape, one.start, one.stop)) for name, (path, one) in files.tensors.items()}
+    headers: dict[Path, SafetensorsHeader] = {}
+    for path, header in files.headers.items():
+        own = {name: TensorInfo(one.kind, one.shape, one.start, one.stop) for name, one in header.tensors.items()}
+        headers[path] = SafetensorsHeader(own, 0, {})
+    return CheckpointIndex(files.path, tensors, headers, files)
 
 
 def combine_headers(model_dir: Path, headers: Mapping[str, SafetensorsHeader], weight_map: Mapping[str, str] | None) -> CheckpointIndex:
@@ -166,13 +184,14 @@ def combine_headers(model_dir: Path, headers: Mapping[str, SafetensorsHeader], w
 def model_identity(model_dir: Path) -> str:
     """SHA-256 (hex) of a model's configuration and tensor headers: equal for equal architectures and shapes, whatever the sharding.
 
-    Covers config.json (canonical JSON) and every tensor's name, dtype and shape; neither weights nor file names.
+    Covers config.json (canonical JSON; of a GGUF model what its metadata mean) and every tensor's name, dtype and shape; neither weights
+    nor file names.
 
     Raises:
         CheckpointError, NotFoundError: as `open_index`.
     """
     index = open_index(model_dir)
-    config = read_json_file(index.model_dir / "config.json")
+    config = read_json_file(index.model_dir / "config.json") if index.gguf is None else config_values(index.gguf)
     tensors = sorted([name, info.dtype, list(info.shape)] for name, (_, info) in index.tensors.items())
     try:
         text = json.dumps({"config": config, "tensors": tensors}, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

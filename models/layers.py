@@ -9,8 +9,8 @@ from torch import Tensor
 
 from rimuru_kernels.rms_norm import add_rms_norm, rms_norm
 from rimuru_kernels.rotary import rotary
-from rimuru_kernels.row_linear import row_linear
 from rimuru_kernels.silu_and_mul import silu_and_mul
+from rimuru_models.dense import Matrix, product
 from rimuru_models.interfaces import ForwardContext
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class Attention:
         prefix = f"model.layers.{layer}.self_attn"
         self.layer = layer
         self.qkv, self.qkv_bias = self.load_projection(loader, prefix)
-        self.output = loader.tensor(f"{prefix}.o_proj.weight")
+        self.output = loader.matrix(f"{prefix}.o_proj.weight")
         self.output_bias = loader.tensor(f"{prefix}.o_proj.bias") if config.output_bias else None
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = config.attention_scale
@@ -42,15 +42,15 @@ class Attention:
         self._q_and_k = (self.heads, self.kv_heads)
         self._flat = (-1, self.heads * self.head_dim)
 
-    def load_projection(self, loader: DenseLoader, prefix: str) -> tuple[Tensor, Tensor | None]:
+    def load_projection(self, loader: DenseLoader, prefix: str) -> tuple[Matrix, Tensor | None]:
         """The matrix of q, k and v, and its bias."""
         parts = [f"{prefix}.{name}_proj" for name in ("q", "k", "v")]
         bias = loader.tensor(*(f"{part}.bias" for part in parts)) if loader.config.attention_bias else None
-        return loader.tensor(*(f"{part}.weight" for part in parts)), bias
+        return loader.matrix(*(f"{part}.weight" for part in parts)), bias
 
     def project(self, x: Tensor) -> Tensor:
         """x [T, d] -> [T, (H + 2 Hkv) D]; norms over a whole projection are part of it."""
-        return row_linear(x, self.qkv, self.qkv_bias)
+        return product(x, self.qkv, self.qkv_bias)
 
     def qk_v(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """Split [T, (H + 2 Hkv) D] into qk [T, H + Hkv, D] and v [T, Hkv, D], each head normalised where the family does that."""
@@ -60,7 +60,7 @@ class Attention:
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
         """x [T, d], rotary tables [T, 1, R] -> [T, d]."""
         out = self.attend(self.project(x), cos, sin, context)
-        return row_linear(out.reshape(self._flat), self.output, self.output_bias)
+        return product(out.reshape(self._flat), self.output, self.output_bias)
 
     def attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, context: ForwardContext) -> Tensor:
         """qkv [T, (H + 2 Hkv) D], which may be strided, rotary tables [T, 1, R] -> [T, H, D]."""
@@ -119,12 +119,12 @@ class DenseMLP:
     """SwiGLU: down(silu(gate x) * (up x)); gate and up are one matrix [2f, d]."""
 
     def __init__(self, loader: DenseLoader, prefix: str) -> None:
-        self.gate_up = loader.tensor(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
-        self.down = loader.tensor(f"{prefix}.down_proj.weight")
+        self.gate_up = loader.matrix(f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight")
+        self.down = loader.matrix(f"{prefix}.down_proj.weight")
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, d] -> [T, d]."""
-        return row_linear(silu_and_mul(row_linear(x, self.gate_up)), self.down)
+        return product(silu_and_mul(product(x, self.gate_up)), self.down)
 
     def forward_residual(self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, context: ForwardContext) -> tuple[Tensor, Tensor]:
         """As `SparseMoe.forward_residual`."""

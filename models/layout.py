@@ -6,7 +6,10 @@ The names are canonical ones; `tensor_map.py` knows how checkpoints may differ.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from functools import cache
 
+from rimuru_kernels.packed_weights.format import PackedFormat, page_bytes
 from rimuru_models.config import ModelConfig
 from rimuru_models.recurrent_config import RecurrentConfig
 
@@ -115,11 +118,38 @@ def kept_wide(config: ModelConfig, name: str) -> bool:
     return config.zero_centred_norms and (name == FINAL_NORM or name.endswith(norms))
 
 
-def dense_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes that `load_model` allocates for a dtype of `itemsize` bytes: all dense weights, and the float32 rotary frequencies."""
+def stays_packed(config: ModelConfig, name: str, fmt: PackedFormat) -> bool:
+    """Whether a quantised dense matrix may stay packed where a device computes: all but routers and gates, which kernels read as numbers,
+    and matrices whose rows are put into another order when they are loaded, where that would tear rows apart that share a scale."""
+    if name.endswith((".mlp.gate.weight", ".shared_expert_gate.weight", ".conv1d.weight")):
+        return False
+    if fmt.group_rows == 1:
+        return True
+    if name.endswith(".q_proj.weight") and config.gated_attention:
+        return config.head_dim % fmt.group_rows == 0
+    return not name.endswith((".in_proj_qkvz.weight", ".in_proj_ba.weight"))
+
+
+@cache
+def _plain_bytes(config: ModelConfig, itemsize: int) -> int:
     wide = max(4, itemsize)
     sizes = (math.prod(shape) * (wide if kept_wide(config, name) else itemsize) for name, shape in dense_shapes(config).items())
     return sum(sizes) + config.rotary_dim // 2 * 4
+
+
+def dense_bytes(config: ModelConfig, itemsize: int, packed: Mapping[str, PackedFormat] | None = None) -> int:
+    """Bytes that `load_model` allocates for a dtype of `itemsize` bytes: all dense weights, and the float32 rotary frequencies.
+
+    Args:
+        packed: formats of the matrices that stay packed where `stays_packed` says so; None: all become numbers.
+    """
+    total = _plain_bytes(config, itemsize)
+    if not packed:
+        return total
+    for name, (rows, columns) in ((name, shape) for name, shape in dense_shapes(config).items() if name in packed):
+        if stays_packed(config, name, packed[name]):
+            total += page_bytes(packed[name], rows, columns) - rows * columns * itemsize
+    return total
 
 
 def expert_bytes(config: ModelConfig, itemsize: int) -> int:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from rimuru_kernels.packed_weights import Codes, PackedFormat, pack, page_bytes
 from rimuru_models import ARCHITECTURES
-from rimuru_models.layout import LM_HEAD, dense_bytes, kept_wide
-from rimuru_models.weights import CheckpointReader
+from rimuru_models.dense import Matrix, PackedMatrix, StackedMatrix, can_stack, cut, stack
+from rimuru_models.layout import LM_HEAD, dense_bytes, dense_shapes, kept_wide, stays_packed
+from rimuru_models.weights import WeightReader
 
 if TYPE_CHECKING:
     from rimuru_models.decoder import MoeDecoder
@@ -27,16 +29,24 @@ class DenseLoader:
         dtype: dtype of the weights in memory.
         progress: called with (done bytes, total bytes) after each tensor.
         device: where the weights go.
+        packed: keep quantised matrices as they are where a layer can multiply with them (`matrix`); otherwise all become numbers.
     """
 
     def __init__(
-        self, reader: CheckpointReader, dtype: torch.dtype, progress: Progress | None = None, device: torch.device | str = "cpu"
+        self,
+        reader: WeightReader,
+        dtype: torch.dtype,
+        progress: Progress | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        packed: bool = False,
     ) -> None:
         self.config = reader.config
         self.dtype = dtype
         self.device = torch.device(device)
         self.loaded_bytes = 0
-        self.total_bytes = dense_bytes(reader.config, dtype.itemsize)
+        self._packed = reader.formats.dense if packed else {}
+        self.total_bytes = dense_bytes(reader.config, dtype.itemsize, self._packed)
         self._reader = reader
         self._progress = progress
 
@@ -68,6 +78,45 @@ class DenseLoader:
         self._count(out)
         return out
 
+    def matrix(self, *names: str) -> Matrix:
+        """As `tensor`, for what a layer multiplies with: quantised matrices stay packed if the loader was told so."""
+        shapes = dense_shapes(self.config)
+        return self.matrix_rows([(name, 0, shapes[name][0]) for name in names])
+
+    def matrix_rows(self, pieces: Sequence[tuple[str, int, int]]) -> Matrix:
+        """As `rows`, for what a layer multiplies with; see `matrix`."""
+        names = list(dict.fromkeys(name for name, _, _ in pieces))
+        kept = [name for name in names if name in self._packed and stays_packed(self.config, name, self._packed[name])]
+        if not kept:
+            return self.rows(pieces)
+        held = {name: self._reader.dense_codes(name) for name in kept}
+        plain = {name: self._reader.dense_view(name) for name in names if name not in held}
+        parts: list[Tensor | tuple[PackedFormat, list[Codes]]] = []
+        for name, start, stop in pieces:
+            quantised = held.get(name)
+            if quantised is None:
+                parts.append(plain[name][start:stop])
+                continue
+            codes, fmt = cut(quantised[0], quantised[1], start, stop), quantised[1]
+            last = parts[-1] if parts else None
+            if isinstance(last, tuple) and last[0] == fmt and can_stack(fmt, last[1][-1], codes):
+                last[1].append(codes)
+            else:
+                parts.append((fmt, [codes]))
+        made = [
+            self._packed_part(stack(part[1]), part[0]) if isinstance(part, tuple) else part.to(self.device, self.dtype, copy=True)
+            for part in parts
+        ]
+        for name in names:
+            shape = dense_shapes(self.config)[name]
+            size = page_bytes(self._packed[name], *shape) if name in held else shape[0] * shape[1] * self.dtype.itemsize
+            self._count_bytes(size)
+        return made[0] if len(made) == 1 else StackedMatrix(tuple(made))
+
+    def _packed_part(self, codes: Codes, fmt: PackedFormat) -> PackedMatrix:
+        rows, columns = codes.values.shape
+        return PackedMatrix(pack(codes, fmt).to(self.device), fmt, rows, columns)
+
     def vector(self, name: str) -> Tensor:
         """A 1-D tensor, in float32 where its formula is computed so (`layout.kept_wide`)."""
         return self._owned(self._reader.dense_view(name), self._dtype_of(name))
@@ -97,29 +146,38 @@ class DenseLoader:
         self._count(out)
         return out
 
-    def output_matrix(self, embedding: Tensor) -> Tensor:
+    def output_matrix(self, embedding: Matrix) -> Matrix:
         """The output matrix [vocab, d]: the embedding itself where both are tied."""
         if self.config.tie_word_embeddings:
             self._reader.check_tied()
             return embedding
-        return self.tensor(LM_HEAD)
+        return self.matrix(LM_HEAD)
 
     def _count(self, tensor: Tensor) -> None:
-        self.loaded_bytes += tensor.nbytes
+        self._count_bytes(tensor.nbytes)
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        self.loaded_bytes += num_bytes
         if self._progress is not None:
             self._progress(self.loaded_bytes, self.total_bytes)
 
 
 def load_model(
-    reader: CheckpointReader, dtype: torch.dtype = torch.float32, progress: Progress | None = None, device: torch.device | str = "cpu"
+    reader: WeightReader,
+    dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+    device: torch.device | str = "cpu",
+    *,
+    packed: bool = False,
 ) -> MoeDecoder:
-    """Materialise the dense weights of a model (everything but routed experts): `dense_bytes(config, dtype.itemsize)` bytes.
+    """Materialise the dense weights of a model (everything but routed experts): as many bytes as `dense_bytes` says.
 
     Args:
         reader: an open checkpoint; it may be closed afterwards.
         dtype: floating dtype of weights and activations.
         progress: called with (done bytes, total bytes) after each tensor; the last call has done == total.
         device: where weights go and the model computes.
+        packed: keep quantised dense matrices packed; otherwise they become numbers of `dtype`.
 
     Raises:
         CheckpointError: embeddings that the config ties but that differ; all else was checked when the reader was made.
@@ -129,7 +187,7 @@ def load_model(
         raise ValueError(f"load_model: dtype must be a floating one, got {dtype}")
     architecture = reader.config.architecture
     model_class: type[MoeDecoder] = getattr(import_module(ARCHITECTURES[architecture]), architecture)
-    loader = DenseLoader(reader, dtype, progress, device)
+    loader = DenseLoader(reader, dtype, progress, device, packed=packed)
     model = model_class(loader)
     assert loader.loaded_bytes == loader.total_bytes, "dense_bytes() and the model disagree"
     return model

@@ -9,8 +9,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rimuru_kernels.rms_norm import add_rms_norm
+from rimuru_kernels.shared_gate import add_shared
 from rimuru_kernels.silu_and_mul import silu_and_mul
 from rimuru_kernels.topk_gating import topk_gating
+from rimuru_models.dense import product
 from rimuru_models.interfaces import ExpertProvider, ForwardContext
 from rimuru_models.layers import DenseMLP
 
@@ -69,11 +71,11 @@ class SummedSparseMoe(SparseMoe):
     def __init__(self, loader: DenseLoader, layer: int) -> None:
         super().__init__(loader, layer)
         prefix = f"model.layers.{layer}.shared_mlp"
-        self.shared_in = loader.tensor(f"{prefix}.input_linear.weight")
-        self.shared_out = loader.tensor(f"{prefix}.output_linear.weight")
+        self.shared_in = loader.matrix(f"{prefix}.input_linear.weight")
+        self.shared_out = loader.matrix(f"{prefix}.output_linear.weight")
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
-        return routed.add_(linear(silu_and_mul(linear(x, self.shared_in)), self.shared_out))
+        return routed.add_(product(silu_and_mul(product(x, self.shared_in)), self.shared_out))
 
 
 class SharedSparseMoe(SparseMoe):
@@ -85,4 +87,4 @@ class SharedSparseMoe(SparseMoe):
         self.shared_gate = loader.tensor(f"model.layers.{layer}.mlp.shared_expert_gate.weight")
 
     def _with_shared(self, x: Tensor, routed: Tensor) -> Tensor:
-        return self.shared.forward(x).mul_(linear(x, self.shared_gate).sigmoid_()).add_(routed)
+        return add_shared(x, self.shared_gate, self.shared.forward(x), routed)

@@ -7,17 +7,24 @@ that the system can drop and read again.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from rimuru_kernels.packed_weights import Codes, PackedFormat
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError
 from rimuru_models.index import CheckpointIndex, open_index
-from rimuru_models.tensor_map import TensorMap, resolve, unused_parts
+from rimuru_models.mapping import map_file
+from rimuru_models.quantization.formats import WeightFormats
+from rimuru_models.quantization.reading import map_parts, read_codes, read_floats, write_page
+from rimuru_models.quantization.scheme import Parts
+from rimuru_models.quantization.stored import Stored
+from rimuru_models.tensor_map import LayerExperts, Piece, TensorMap, resolve, unused_parts
 
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -28,6 +35,57 @@ class ExpertTensors(NamedTuple):
     gate: Tensor
     up: Tensor
     down: Tensor
+
+
+class ExpertCodes(NamedTuple):
+    """One quantised expert: gate and up [f, d], down [d, f]; what they are, `WeightFormats.experts` says."""
+
+    gate: Codes
+    up: Codes
+    down: Codes
+
+
+class WeightReader(Protocol):
+    """An open model, whatever the files it lies in. Layers are model layers; names are canonical ones (see layout)."""
+
+    config: ModelConfig
+    formats: WeightFormats
+    expert_dtype: torch.dtype  # of experts that are plain numbers
+    compute_dtype: torch.dtype  # of what a device computes with
+    unused_parts: tuple[str, ...]  # whole parts of the files that the model does not use, in words for a person
+
+    def dense_view(self, name: str) -> Tensor:
+        """A dense tensor: as stored, or float32 where it is quantised."""
+        ...
+
+    def dense_codes(self, name: str) -> tuple[Codes, PackedFormat] | None:
+        """A quantised dense matrix; None where it is plain numbers."""
+        ...
+
+    def expert(self, layer: int, expert: int) -> ExpertTensors:
+        """One routed expert as numbers: of `expert_dtype` where its layer is plain (views where possible), else float32."""
+        ...
+
+    def expert_codes(self, layer: int, expert: int) -> ExpertCodes:
+        """One routed expert of a layer whose experts are quantised."""
+        ...
+
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+        """Write one routed expert of a layer whose experts are quantised into pages, from any thread.
+
+        Args:
+            pages: 3 t contiguous uint8 tensors, each of at least `page_bytes` of its tile: gate in t tiles of equally many rows, up
+                likewise, down likewise.
+        """
+        ...
+
+    def check_tied(self) -> None:
+        """Check that a second output matrix, where embeddings are tied, repeats them; raises CheckpointError if not."""
+        ...
+
+    def close(self) -> None:
+        """Give up the files."""
+        ...
 
 
 class CheckpointReader:
@@ -42,7 +100,9 @@ class CheckpointReader:
     Attributes:
         index: where each tensor lies.
         config: the model's architecture.
-        expert_dtype: torch dtype of every routed expert on disk.
+        formats: what every weight is stored as.
+        expert_dtype: torch dtype of experts that are plain numbers (`WeightFormats.expert_dtype`).
+        compute_dtype: torch dtype that a device computes with.
         ignored: names of tensors that the model does not use.
         unused_parts: whole parts among them, in words for a person (the vision part of a multimodal checkpoint, say).
     """
@@ -51,11 +111,15 @@ class CheckpointReader:
         self.index: CheckpointIndex = open_index(Path(model_dir))
         self.config: ModelConfig = ModelConfig.from_dir(self.index.model_dir)
         self._map: TensorMap = resolve(self.index, self.config)
-        self.expert_dtype: torch.dtype = TORCH_DTYPES[self._map.expert_dtype]
+        self.formats: WeightFormats = self._map.formats
+        self.expert_dtype: torch.dtype = TORCH_DTYPES[self.formats.expert_dtype]
+        self.compute_dtype: torch.dtype = TORCH_DTYPES[self.formats.compute_dtype]
         self.ignored: tuple[str, ...] = self._map.ignored
         self.unused_parts: tuple[str, ...] = unused_parts(self.ignored)
         self._mappings: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
         self._closed = False
+        self._check_data()
 
     def validate(self) -> None:
         """Check again that the checkpoint holds every tensor the config asks for (the constructor already did).
@@ -66,19 +130,17 @@ class CheckpointReader:
         resolve(self.index, self.config)
 
     def _mapping(self, path: Path) -> mmap.mmap:
-        assert not self._closed, "the reader is closed"
         mapping = self._mappings.get(path)
-        if mapping is None:
+        if mapping is not None:
+            return mapping
+        with self._lock:
+            assert not self._closed, "the reader is closed"
+            mapping = self._mappings.get(path)
+            if mapping is not None:
+                return mapping
             header = self.index.headers[path]
-            try:
-                with path.open("rb") as file:
-                    mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{path} cannot be mapped: {error}.") from None
             promised = header.data_offset + max((info.stop for info in header.tensors.values()), default=0)
-            if len(mapping) < promised:  # would fault when touched
-                raise CheckpointError(f"{path} shrank from {promised} to {len(mapping)} bytes while it was in use.")
-            self._mappings[path] = mapping
+            mapping = self._mappings[path] = map_file(path, promised)
         return mapping
 
     def view(self, disk_name: str) -> Tensor:
@@ -94,34 +156,96 @@ class CheckpointReader:
         return torch.frombuffer(mapping, dtype=dtype, count=count, offset=start).view(info.shape)
 
     def dense_view(self, name: str) -> Tensor:
-        """A dense tensor by its canonical name (see layout), as `view` gives it."""
-        return self.view(self._map.dense[name])
+        """A dense tensor by its canonical name (see layout), as `view` gives it; float32 where it is quantised."""
+        piece = self._map.dense[name]
+        return self.view(piece) if isinstance(piece, str) else read_floats(piece, self._parts(piece))
 
     def dense(self, name: str, dtype: torch.dtype) -> Tensor:
         """A dense tensor by its canonical name, as an owned, contiguous copy in `dtype`."""
         return self.dense_view(name).to(dtype, copy=True)
 
+    def dense_codes(self, name: str) -> tuple[Codes, PackedFormat] | None:
+        """A dense matrix by its canonical name as it is quantised; None where it is plain numbers."""
+        piece = self._map.dense[name]
+        return None if isinstance(piece, str) else (read_codes(piece, self._parts(piece)), piece.fmt)
+
     def expert(self, layer: int, expert: int) -> ExpertTensors:
-        """One routed expert of a sparse layer as zero-copy views."""
-        names = self._map.experts[layer]
-        if names.fused is None:
-            gate, up, down = names.per_expert[expert]
-            return ExpertTensors(self.view(gate), self.view(up), self.view(down))
+        """One routed expert of a sparse layer: zero-copy views in `expert_dtype`; float32 where the layer is quantised."""
+        layer_map = self._map.experts[layer]
+        if layer_map.fused is None:
+            gate, up, down = map(self._floats, layer_map.per_expert[expert])
+            if self.formats.experts[layer] is not None:
+                return ExpertTensors(gate, up, down)
+            return ExpertTensors(gate.to(self.expert_dtype), up.to(self.expert_dtype), down.to(self.expert_dtype))
         width = self.config.expert_intermediate
-        gate_up = self.view(names.fused[0])[expert]
-        return ExpertTensors(gate_up[:width], gate_up[width:], self.view(names.fused[1])[expert])
+        gate_up, down = (self._floats(name, expert) for name in layer_map.fused)
+        return ExpertTensors(gate_up[:width], gate_up[width:], down)
+
+    def _floats(self, piece: Piece, index: int | None = None) -> Tensor:
+        if isinstance(piece, Stored):
+            return read_floats(piece, self._parts(piece))
+        view = self.view(piece)
+        return view if index is None else view[index]
 
     def experts(self, layer: int) -> Iterator[ExpertTensors]:
         """All experts of a sparse layer in order."""
         for expert in range(self.config.num_experts):
             yield self.expert(layer, expert)
 
-    def expert_extents(self, layer: int, expert: int) -> list[tuple[Path, int, int]]:
-        """Where the files have one routed expert's gate, up and down, in this order: (file, offset in bytes, bytes) of each run."""
-        names = self._map.experts[layer]
-        if names.fused is None:
-            return [self._extent(name, 0, 1) for name in names.per_expert[expert]]
-        return [self._extent(name, expert, self.config.num_experts) for name in names.fused]
+    def expert_codes(self, layer: int, expert: int) -> ExpertCodes:
+        """One routed expert of a layer whose experts are quantised (`formats.experts`), losslessly."""
+        gate, up, down = (read_codes(piece, self._parts(piece)) for piece in self._quantised_pieces(layer, expert))
+        return ExpertCodes(gate, up, down)
+
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+        """Write one routed expert of a layer whose experts are quantised into pages; see `WeightReader`. From any thread.
+
+        Raises:
+            CheckpointError: its data contradict what the headers promise.
+            ValueError: not three times as many pages as tiles that its rows divide into.
+        """
+        tiles = len(pages) // 3
+        for place, piece in enumerate(self._quantised_pieces(layer, expert)):
+            if not tiles or len(pages) != 3 * tiles or piece.rows % tiles:
+                raise ValueError(f"expert_packed: {len(pages)} pages for projections of {piece.rows} rows")
+            parts, rows = self._parts(piece), piece.rows // tiles
+            for tile, page in enumerate(pages[place * tiles : (place + 1) * tiles]):
+                write_page(piece, parts, page, tile * rows, (tile + 1) * rows)
+
+    def _quantised_pieces(self, layer: int, expert: int) -> list[Stored]:
+        assert self.formats.experts[layer] is not None, "the experts of this layer are plain numbers"
+        return [piece for piece in self._map.experts[layer].per_expert[expert] if isinstance(piece, Stored)]
+
+    def _parts(self, piece: Stored) -> Parts:
+        return map_parts(piece, self.index, self._mapping)
+
+    def _check_data(self) -> None:
+        """Look at the first matrix of each kind, so that what only the data show is refused here and not in the middle of loading."""
+        first: dict[object, Stored] = {}
+        for piece in (*self._map.dense.values(), *(piece for layer in self._map.experts.values() for piece in layer.pieces())):
+            if isinstance(piece, Stored):
+                first.setdefault(piece.scheme, piece)
+        try:
+            for piece in first.values():
+                self._parts(piece)
+        except CheckpointError:
+            self.close()
+            raise
+
+    def expert_tensors(self, layer: int) -> LayerExperts:
+        """Where the experts of a sparse layer lie on disk."""
+        return self._map.experts[layer]
+
+    def expert_extents(self, layer: int, expert: int) -> list[tuple[Path, int, int]] | None:
+        """Where the files have one routed expert's gate, up and down, in this order: (file, offset in bytes, bytes) of each run.
+
+        None where files do not hold what `expert` hands out, because the layer is quantised, at least in part.
+        """
+        layer_map = self._map.experts[layer]
+        if layer_map.fused is not None:
+            return [self._extent(name, expert, self.config.num_experts) for name in layer_map.fused]
+        names = [name for name in layer_map.per_expert[expert] if isinstance(name, str)]
+        return [self._extent(name, 0, 1) for name in names] if len(names) == 3 else None
 
     def _extent(self, disk_name: str, index: int, parts: int) -> tuple[Path, int, int]:
         """Part `index` of a tensor that is cut into `parts` along its first dimension."""

@@ -1,0 +1,221 @@
+"""A quantised copy of a checkpoint, made shard by shard. Killed half way and started again, it goes on behind the last finished shard."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from rimuru_models.errors import NoSpaceError, UsageError
+from rimuru_models.index import read_json_file
+from rimuru_models.quantizer.calibrate import Matrix, quantize_plainly, quantize_with_text
+from rimuru_models.quantizer.groups import pack_words, unpack_words
+from rimuru_models.quantizer.layout import Recipe, dense_tensors, expert_projections, layer_tensors, quantization_config, shard_name
+from rimuru_models.quantizer.shards import Promised, ShardWriter, holds, saying_full
+from rimuru_models.weights import CheckpointReader
+
+NOTE = "rimuru-quantized.json"
+"""What a copy was made of, by what version, and with what text: a copy that was begun otherwise is not gone on with."""
+
+_VERSION = 1
+_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_PIECE = 16 << 20
+
+Progress = Callable[[str, int, int], None]
+
+
+def finished_copy(folder: Path, source: str, recipe: Recipe) -> bool:
+    """Whether a folder holds a whole copy, made of this source by this recipe."""
+    return (folder / "config.json").is_file() and _note(folder) == _noted(source, recipe)
+
+
+def quantize_checkpoint(
+    reader: CheckpointReader, folder: Path, recipe: Recipe, tokens: Sequence[int], source: str, progress: Progress | None = None
+) -> None:
+    """Make the copy in `folder`, or what is missing of it.
+
+    Args:
+        reader: of the original, in plain numbers.
+        tokens: the calibration text; only needed with feedback.
+        source: what tells this original from others.
+        progress: called with (words, done bytes, total bytes) of what is written.
+
+    Raises:
+        UsageError: the folder has something else in it.
+        NoSpaceError: the disk is too full.
+        CheckpointError: the original cannot be read.
+    """
+    if finished_copy(folder, source, recipe):
+        return
+    _begin(folder, source, recipe)
+    layers = reader.config.moe_layers
+    dense = dense_tensors(reader)
+    plan = {shard_name(1, len(layers) + 1): dense}
+    plan |= {shard_name(place, len(layers) + 1): layer_tensors(reader, layer, recipe) for place, layer in enumerate(layers, start=2)}
+    store = _Shards(reader, folder, recipe, dict(zip(layers, list(plan.items())[1:], strict=True)), progress)
+    store.total = sum(tensors.num_bytes for shard in plan.values() for tensors in shard.values())
+    first = next(iter(plan))
+    missing = [shard for name, shard in plan.items() if not holds(folder / name, shard)]
+    _check_space(folder, sum(tensor.num_bytes for shard in missing for tensor in shard.values()))
+    with store:
+        _copy_small_files(reader.index.model_dir, folder)
+        if not holds(folder / first, dense):
+            _copy_dense(reader, folder / first, dense)
+        store.advance(sum(tensor.num_bytes for tensor in dense.values()))
+        if recipe.feedback:
+            quantize_with_text(reader, recipe, store, tokens, store.expert_done)
+        else:
+            quantize_plainly(reader, recipe, store, store.expert_done)
+    weight_map = {name: shard for shard, tensors in plan.items() for name in tensors}
+    _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": store.total}, "weight_map": weight_map})
+    config = read_json_file(reader.index.model_dir / "config.json")
+    assert isinstance(config, dict), "the reader has read it"
+    # Last of all: without it, the folder is no model.
+    _write_json(folder / "config.json", config | {"quantization_config": quantization_config(reader, recipe)})
+
+
+class _Shards:
+    """Satisfies `calibrate.Store`: one file a layer."""
+
+    def __init__(
+        self,
+        reader: CheckpointReader,
+        folder: Path,
+        recipe: Recipe,
+        shards: dict[int, tuple[str, dict[str, Promised]]],
+        progress: Progress | None,
+    ) -> None:
+        self._reader, self._folder, self._recipe, self._shards = reader, folder, recipe, shards
+        self._progress = progress
+        self._open = ExitStack()
+        self._writer: ShardWriter | None = None
+        self._done = 0
+        self.total = 0
+        self._each = {
+            layer: sum(tensor.num_bytes for tensor in tensors.values()) // reader.config.num_experts
+            for layer, (_, tensors) in shards.items()
+        }
+
+    def __enter__(self) -> _Shards:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def advance(self, num_bytes: int) -> None:
+        """Tell the person how far it has come."""
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(f"quantising to {self._recipe.name}", min(self._done, self.total), self.total)
+
+    def expert_done(self) -> None:
+        """One more expert was written."""
+        self.advance(next(iter(self._each.values())))
+
+    def finished(self, layer: int) -> bool:
+        """See `calibrate.Store.finished`."""
+        name, tensors = self._shards[layer]
+        done = holds(self._folder / name, tensors)
+        if done:
+            self.advance(self._each[layer] * self._reader.config.num_experts)
+        return done
+
+    def read(self, layer: int, expert: int) -> tuple[Matrix, Matrix, Matrix]:
+        """See `calibrate.Store.read`."""
+        with safe_open(self._folder / self._shards[layer][0], framework="pt") as shard:
+            found: list[Matrix] = []
+            for module, _, columns in expert_projections(self._reader, layer, expert):
+                words = shard.get_tensor(f"{module}.weight_packed")
+                found.append((unpack_words(words, self._recipe.bits, columns), shard.get_tensor(f"{module}.weight_scale")))
+        return found[0], found[1], found[2]
+
+    def write(self, layer: int, expert: int, matrices: tuple[Matrix, Matrix, Matrix]) -> None:
+        """See `calibrate.Store.write`."""
+        if self._writer is None:
+            name, tensors = self._shards[layer]
+            self._writer = self._open.enter_context(ShardWriter(self._folder / name, tensors))
+        for (module, rows, columns), (codes, scales) in zip(expert_projections(self._reader, layer, expert), matrices, strict=True):
+            self._writer.write(f"{module}.weight_packed", pack_words(codes, self._recipe.bits))
+            self._writer.write(f"{module}.weight_scale", scales)
+            self._writer.write(f"{module}.weight_shape", torch.tensor([rows, columns]))
+        if expert + 1 == self._reader.config.num_experts:
+            self._writer = None
+            self._open.close()
+
+
+def _copy_dense(reader: CheckpointReader, path: Path, tensors: dict[str, Promised]) -> None:
+    """All that is not quantised, as it lies in the files."""
+    with ShardWriter(path, tensors) as shard:
+        for name in tensors:
+            file, info = reader.index.tensors[name]
+            with file.open("rb") as source:
+                source.seek(reader.index.headers[file].data_offset + info.start)
+                shard.copy(name, source, info.stop - info.start)
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    """Tokenizer, generation settings, licence; neither weights nor config.json, nor what belongs to where the original lies."""
+    for path in sorted(source.iterdir()):
+        if not path.is_file() or path.name.startswith(".") or path.name in ("config.json", "manifest.json", NOTE):
+            continue
+        if path.name.endswith(_WEIGHTS) or path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"):
+            continue
+        with saying_full(folder):
+            shutil.copyfile(path, folder / path.name)
+
+
+def _begin(folder: Path, source: str, recipe: Recipe) -> None:
+    wanted = _noted(source, recipe)
+    found = _note(folder)
+    if found is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is there already, and not a copy that rimuru began.", hint="Name a folder that is empty or not there.")
+    if found is not None and found != wanted:
+        raise UsageError(
+            f"{folder} holds a copy of something else ({found.get('to')}, groups of {found.get('group')}).",
+            hint="Name another folder, or delete it.",
+        )
+    with saying_full(folder.parent):
+        folder.mkdir(parents=True, exist_ok=True)
+        if found is None:
+            _write_json(folder / NOTE, wanted)
+        for left in folder.glob(".*.part"):
+            left.unlink()
+
+
+def _noted(source: str, recipe: Recipe) -> dict[str, Any]:
+    return {"version": _VERSION, "source": source, "to": recipe.name, "group": recipe.group, "feedback": recipe.feedback}
+
+
+def _note(folder: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise NoSpaceError(
+            f"{folder} lacks room: {needed / 1e6:,.0f} MB are still to be written and {free / 1e6:,.0f} MB are free.",
+            hint="Make room, or name a folder on another disk with --out. Finished files are kept.",
+        )
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    with saying_full(path.parent):
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(content, file, indent=2)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
