@@ -49,8 +49,12 @@ class BlockTable:
         while self.used > len(self._first):
             self._pages = np.concatenate((self._pages, np.full_like(self._pages, -1)))
             self._first = np.concatenate((self._first, np.full_like(self._first, -1)))
-        self._pages[slots] = [block.pages for block in blocks]
-        self._first[slots] = -1
+        if len(blocks) == 1:  # as when an answer grows
+            self._pages[slots[0]] = blocks[0].pages
+            self._first[slots[0]] = -1
+        else:
+            self._pages[slots] = [block.pages for block in blocks]
+            self._first[slots] = -1
         self.blocks += [None] * (self.used - len(self.blocks))
         for block, slot in zip(blocks, slots, strict=True):
             block.slot = slot
@@ -63,7 +67,7 @@ class BlockTable:
         place = np.minimum(np.searchsorted(ordered, self.pages), len(ordered) - 1)
         slots, layers = np.nonzero(ordered[place] == self.pages)
         self._pages[slots, layers] = np.asarray(targets, dtype=np.int32)[order][place[slots, layers]]
-        for slot in np.unique(slots).tolist():
+        for slot in np.flatnonzero(np.bincount(slots)).tolist():
             block = self.blocks[slot]
             assert block is not None, "an empty row has no pages"
             block.pages = self._pages[slot].tolist()

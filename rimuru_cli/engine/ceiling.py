@@ -164,10 +164,10 @@ def shrink_pool(parts: Parts, pool_bytes: int) -> tuple[int, int, int, int]:
     allocator, geometry = pool.allocator, pool.geometry
     if parts.lent is not None:
         parts.lent.close()  # the next step lends them again
-    residency.settle()
     pool.limit(pool_bytes)
     try:
         retired, evicted = _make_room(parts)
+        residency.settle()  # only now: copies that have not begun were called back if their experts are among those that go
         kv = allocator.held_in_withheld(PageKind.KV)
         blocks.move(kv)
         states = _move_states(parts)

@@ -15,6 +15,7 @@ from rimuru_cli.engine.template_budget import MAX_TEXT, Budget, TemplateLimitErr
 from rimuru_cli.engine.template_sandbox import ChatEnvironment, TemplateRefusalError
 from rimuru_cli.engine.tokenizer import read_special_tokens
 from rimuru_models.errors import CheckpointError, NotFoundError, UsageError
+from rimuru_models.gguf import gguf_of, open_gguf
 
 MAX_SOURCE = 256 * 1024  # characters; the longest templates in use have about 30,000
 _RAW_HINT = "`rimuru run MODEL --raw PROMPT` works without a chat template."
@@ -56,20 +57,33 @@ class ChatTemplate:
 
     @classmethod
     def from_dir(cls, model_dir: Path, *, model: str | None = None) -> ChatTemplate:
-        """The template of a checkpoint: chat_template.jinja, else chat_template.json, else tokenizer_config.json.
+        """The template of a checkpoint: chat_template.jinja, else chat_template.json, else tokenizer_config.json; or that of a GGUF file.
 
         Raises:
             NotFoundError: the folder does not exist.
             CheckpointError: there is no template, or it does not compile (names the line).
         """
-        if not model_dir.is_dir():
+        gguf = gguf_of(model_dir)
+        if gguf is None and not model_dir.is_dir():
             raise NotFoundError(f"There is no model folder {model_dir}.")
         model = model or model_dir.resolve().name
+        if gguf is not None:
+            return cls._from_gguf(gguf, model)
         config = read_json_object(model_dir / "tokenizer_config.json") or {}
         source = _find_source(model_dir, config, model)
         if source is None:
             raise CheckpointError(f"{model} has no chat template, so it is probably not a chat model.", hint=_RAW_HINT)
         return cls(source, model=model, special_tokens=read_special_tokens(model_dir, config))
+
+    @classmethod
+    def _from_gguf(cls, path: Path, model: str) -> ChatTemplate:
+        from rimuru_cli.engine.gguf_tokenizer import chat_templates, special_tokens
+
+        header = open_gguf(path).main
+        source = chat_templates(header)
+        if source is None:
+            raise CheckpointError(f"{model} has no chat template, so it is probably not a chat model.", hint=_RAW_HINT)
+        return cls(source, model=model, special_tokens=special_tokens(header, header.strings("tokenizer.ggml.tokens")))
 
     def render(
         self,

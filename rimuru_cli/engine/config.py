@@ -6,20 +6,23 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import psutil
 
 from rimuru_cli.engine.admission import AdmissionPolicy, paced
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants, AdjusterPolicy, decide
 from rimuru_cli.engine.experts.defaults import DEFAULT_DECAY
+from rimuru_cli.engine.experts.pages import ExpertPages, block_bytes
+from rimuru_cli.engine.experts.planes import has_product
 from rimuru_cli.engine.memory.division import Division
-from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PoolGeometry, choose_block_tokens, expert_tiling
+from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PoolGeometry, choose_block_tokens
 from rimuru_cli.engine.memory.state_layout import StateLayout
-from rimuru_kernels.sizes import MAX_SCORES
+from rimuru_kernels.sizes import MAX_SCORES, kv_token_bytes
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError, UsageError
-from rimuru_models.layout import dense_bytes, expert_bytes
+from rimuru_models.layout import dense_bytes
+from rimuru_models.quantization.formats import WeightFormats
 
 if TYPE_CHECKING:
     from rimuru_cli.engine.experts.executor import MoeMode
@@ -32,13 +35,14 @@ _BUFFER_BYTES = 64 * MIB
 # Context that must fit beside the experts' floor, and context that the default size makes room for, in tokens.
 _LEAST_CONTEXT = 512
 _DEFAULT_CONTEXT = 8192
-# Sequences' states that the default size makes room for: one that runs, and those that are kept to resume from.
-_DEFAULT_STATES = 5
+DEFAULT_STATES = 5
+"""Sequences' states that the default size makes room for: one that runs, and those that are kept to resume from."""
 # Share of the free memory of the machine that is taken when no ceiling is given.
 DEFAULT_SHARE = 0.7
 
 Progress = Callable[[str, int, int], None]
 Device = Literal["auto", "cpu", "cuda", "emulated"]
+KVPrecision = Literal["auto", "q8"]
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,7 @@ class EngineConfig:
         admission: decides whether a sequence is worth the experts that leave for it; `admission.eager` is the paper's way.
         max_page_bytes: projections larger than this are tiled.
         poison: fill the pool with NaN bytes first, so that reading what was never written shows.
+        kv: what keys and values are stored as: "auto", what the device computes in; "q8", 8-bit codes with a scale a head and token.
         pinned_bytes: most main memory to page-lock for experts where a device computes; None: as much as is free and the driver allows.
         device: where to compute; "auto" takes a GPU if there is a usable one. "emulated" is the way of a GPU on the CPU, for tests.
     """
@@ -90,6 +95,7 @@ class EngineConfig:
     admission: AdmissionPolicy = paced
     max_page_bytes: int = MAX_PAGE_BYTES
     poison: bool = False
+    kv: KVPrecision = "auto"
     pinned_bytes: int | None = None
     device: Device = "auto"
 
@@ -110,6 +116,8 @@ class EngineConfig:
                 raise UsageError(f"{name} must be at least {low}, not {value}.")
         if self.resident_share is not None and not 0.0 <= self.resident_share <= 1.0:
             raise UsageError(f"resident_share must lie between 0 and 1, not {self.resident_share:g}.")
+        if self.kv not in get_args(KVPrecision):
+            raise UsageError(f"kv must be one of {', '.join(get_args(KVPrecision))}, not {self.kv}.")
         if not 0.0 < self.decay < 1.0:
             raise UsageError(f"decay must lie between 0 and 1, not {self.decay:g}.")
 
@@ -119,6 +127,7 @@ class MemoryPlan:
     """Division of the ceiling, in bytes; decided before anything is allocated.
 
     Attributes:
+        experts: how experts lie in pages.
         program: the process as it was before loading.
         floor: experts of each MoE layer that are never retired.
         buffer_experts: experts that each of the two loading buffers holds.
@@ -131,6 +140,7 @@ class MemoryPlan:
         max_batch_tokens: most tokens of a step.
     """
 
+    experts: ExpertPages
     geometry: PoolGeometry
     block_tokens: int
     ceiling: int
@@ -179,26 +189,41 @@ def expert_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int
     return floor if offload_limit is None else max(floor, num_experts - offload_limit)
 
 
-def page_geometry(model: ModelConfig, itemsize: int, config: EngineConfig) -> tuple[PoolGeometry, int]:
-    """Page sizes of a pool whose experts, cache and convolution states have elements of `itemsize` bytes, and the tokens of a KV page."""
-    f, d = model.expert_intermediate, model.hidden_size
-    page_bytes = f * d * itemsize // expert_tiling(f, d, itemsize, config.max_page_bytes)
-    kv_token_bytes = 2 * model.num_kv_heads * model.head_dim * itemsize
+def page_geometry(
+    model: ModelConfig, itemsize: int, config: EngineConfig, formats: WeightFormats | None = None, *, planes: bool = False
+) -> tuple[PoolGeometry, int]:
+    """Page sizes of a pool whose cache, convolution states and plain experts have `itemsize` bytes a number, and the tokens of a KV page.
+
+    Args:
+        formats: of the weights; None: all experts are plain.
+        planes: see `ExpertPages`.
+    """
+    experts = expert_pages(model, itemsize, config, formats, planes=planes)
+    page_bytes = experts.page_bytes
+    token_bytes = kv_bytes(model, itemsize, config)
     state = model.recurrent.state_bytes if model.recurrent is not None else None
-    block_tokens = choose_block_tokens(kv_token_bytes, page_bytes, state, requested=config.block_tokens)
-    geometry = PoolGeometry.build(
-        f=f,
-        d=d,
-        weight_itemsize=itemsize,
-        kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        kv_itemsize=itemsize,
-        block_tokens=block_tokens,
-        ssm_page_bytes=state,
-        conv_row_bytes=model.recurrent.conv_row_bytes(itemsize) if model.recurrent is not None else None,
-        max_page_bytes=config.max_page_bytes,
+    block_tokens = choose_block_tokens(token_bytes, page_bytes, state, requested=config.block_tokens)
+    geometry = PoolGeometry.from_bytes(
+        page_bytes,
+        block_tokens * token_bytes,
+        state,
+        model.recurrent.conv_row_bytes(itemsize) if model.recurrent is not None else None,
+        experts.tiles,
     )
     return geometry, block_tokens
+
+
+def kv_bytes(model: ModelConfig, itemsize: int, config: EngineConfig) -> int:
+    """Bytes that keys and values of one token take in one layer, with `itemsize` bytes an element where they are not 8-bit codes."""
+    return kv_token_bytes(model.num_kv_heads, model.head_dim, itemsize, quantized=config.kv == "q8")
+
+
+def expert_pages(
+    model: ModelConfig, itemsize: int, config: EngineConfig, formats: WeightFormats | None, *, planes: bool = False
+) -> ExpertPages:
+    """How experts lie in pages, plain ones with `itemsize` bytes a weight; see `page_geometry`."""
+    experts = None if formats is None else formats.experts
+    return ExpertPages.build(model, itemsize, experts, config.max_page_bytes, planes=planes)
 
 
 def page_division(model: ModelConfig, geometry: PoolGeometry) -> Division:
@@ -208,20 +233,24 @@ def page_division(model: ModelConfig, geometry: PoolGeometry) -> Division:
     return Division(geometry, StateLayout.build(geometry, len(model.recurrent_layers), model.recurrent.conv_rows))
 
 
-def plan_memory(model: ModelConfig, config: EngineConfig, program: int, available: int | None = None) -> MemoryPlan:
+def plan_memory(
+    model: ModelConfig, config: EngineConfig, program: int, available: int | None = None, formats: WeightFormats | None = None
+) -> MemoryPlan:
     """Divide the ceiling among program, dense weights, workspace and pool.
 
     Args:
         program: bytes of the process before loading.
         available: bytes of main memory that are free; None: as this machine has now.
+        formats: what the weights are stored as; None: plain numbers. Packed experts stay packed; all else is float32.
 
     Raises:
         DoesNotFitError: the ceiling (or the machine) is too small; says the minimum.
     """
-    geometry, block_tokens = page_geometry(model, 4, config)
+    geometry, block_tokens = page_geometry(model, 4, config, formats, planes=has_product())
+    lying = expert_pages(model, 4, config, formats, planes=has_product())
     layers, pages_per_expert = len(model.moe_layers), geometry.pages_per_expert
     floor = expert_floor(model.num_experts, model.top_k, config.expert_offload_limit)
-    buffer_experts = max(1, min(model.num_experts - floor, _BUFFER_EXPERTS, _BUFFER_BYTES // expert_bytes(model, 4)))
+    buffer_experts = max(1, min(model.num_experts - floor, _BUFFER_EXPERTS, _BUFFER_BYTES // lying.expert_bytes))
     wanted_context = min(model.max_positions, config.context or model.max_positions)
     dense = dense_bytes(model, 4)
     reserve = AdjusterConstants().high_free + pages_per_expert
@@ -243,12 +272,12 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int, availabl
 
     def needed(pool: int) -> int:
         """The whole process with a pool of so many bytes; a longer context also takes more workspace."""
-        return program + dense + _workspace_bytes(model, config, context_of(pool)) + pool
+        return program + dense + _workspace_bytes(model, config, context_of(pool), lying) + pool
 
     least = pool_bytes(floor * layers, min(wanted_context, _LEAST_CONTEXT))
     minimum = needed(least)
     everything = layers * model.num_experts
-    full = pool_bytes(everything, min(wanted_context, _DEFAULT_CONTEXT), reserve, _DEFAULT_STATES)
+    full = pool_bytes(everything, min(wanted_context, _DEFAULT_CONTEXT), reserve, DEFAULT_STATES)
     if config.memory_bytes is not None:
         ceiling = config.memory_bytes
     elif config.pool_bytes is not None:
@@ -268,10 +297,11 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int, availabl
             hint="Close other programs, or choose a smaller model." if machine else f"Give at least --memory {-(-minimum // MIB)}MiB.",
         )
     # No pool is larger than all experts and the whole context of every sequence.
-    most = pool_bytes(everything, wanted_context * config.max_sequences, reserve, config.max_sequences * _DEFAULT_STATES)
+    most = pool_bytes(everything, wanted_context * config.max_sequences, reserve, config.max_sequences * DEFAULT_STATES)
     sizes = range(0, most + 1, geometry.huge_page_bytes)
     pool = sizes[bisect_right(sizes, ceiling, key=needed) - 1]
     return MemoryPlan(
+        experts=lying,
         geometry=geometry,
         block_tokens=block_tokens,
         ceiling=ceiling,
@@ -293,7 +323,7 @@ def plan_memory(model: ModelConfig, config: EngineConfig, program: int, availabl
     )
 
 
-def _workspace_bytes(model: ModelConfig, config: EngineConfig, context: int) -> int:
+def _workspace_bytes(model: ModelConfig, config: EngineConfig, context: int, lying: ExpertPages) -> int:
     """Largest temporary tensors of a step: activations, attention scores, gathered keys and values, logits, expert workspace."""
     tokens = min(config.max_batch_tokens, context)
     heads = model.num_heads * model.head_dim
@@ -302,14 +332,22 @@ def _workspace_bytes(model: ModelConfig, config: EngineConfig, context: int) -> 
     activations = tokens * 4 * (6 * model.hidden_size + max(6 * heads, mixer) + 3 * widest)
     scores = 3 * 4 * min(max(MAX_SCORES, model.num_heads * context), tokens * model.num_heads * context)
     gathered = 2 * 4 * context * model.num_kv_heads * model.head_dim
+    if config.kv == "q8":
+        gathered += context * kv_bytes(model, 4, config)  # the codes, before they are numbers again
     logits = 4 * 4 * min(config.max_sequences, tokens) * model.vocab_size
-    experts = executor_bytes(model.top_k, model.expert_intermediate, model.hidden_size, tokens)
+    experts = executor_bytes(model.top_k, model.expert_intermediate, model.hidden_size, tokens, lying)
     return activations + scores + gathered + logits + experts
 
 
-def executor_bytes(top_k: int, f: int, d: int, max_tokens: int) -> int:
-    """Bytes of the buffers of `experts.executor.PooledExperts` and of its largest temporary tensors in a layer of `max_tokens` tokens."""
+def executor_bytes(top_k: int, f: int, d: int, max_tokens: int, lying: ExpertPages | None = None) -> int:
+    """Bytes of the buffers of `experts.executor.PooledExperts` and of its largest temporary tensors in a layer of `max_tokens` tokens.
+
+    Args:
+        lying: how experts lie in pages; where some are packed, `experts.packed_executor.PackedExperts` has other buffers.
+    """
     per_token = 4 * (top_k * d * 2 + 4 * f + 2 * d)
+    if lying is not None and lying.packed:
+        return top_k * lying.expert_bytes + 3 * f * d * 4 + block_bytes(max(f, d)) + max_tokens * per_token
     return (top_k + 1) * 3 * f * d * 4 + max_tokens * per_token
 
 

@@ -90,8 +90,8 @@ class Engine:
         self._samplers: dict[int, SamplerState] = {}
         self._clocks: dict[int, _Clock] = {}
         self._ids = itertools.count(1)
-        self._work = Work()
-        self._worth = Worth(parts, config.admission, self._work, self._scheduler.running)
+        self._work = Work(captured_rows=parts.captured_rows)
+        self._worth = Worth(parts, config.admission, self._work, self._scheduler)
         self._turn = threading.RLock()
         self._publisher: Publisher | None = None
         self._events: deque[AdjusterEvent] = deque(maxlen=_KEPT_EVENTS)
@@ -102,7 +102,9 @@ class Engine:
         parts, recurrent = self._parts, self._parts.recurrent
         limits = {"max_batch_tokens": parts.plan.max_batch_tokens, "max_sequences": self._config.max_sequences}
         if recurrent is None:
-            return Scheduler(parts.blocks, self._available_pages, self._make_room, lambda blocks: self._worth.of(blocks), **limits)
+            return Scheduler(
+                parts.blocks, self._available_pages, self._make_room, lambda n, joins: self._worth.of(n, joins=joins), **limits
+            )
         recurrent.room.adjust = self._adjust
         return HybridScheduler(parts.blocks, recurrent.states, recurrent.bookmarks, recurrent.room, **limits)
 
@@ -180,7 +182,8 @@ class Engine:
             with undisturbed():
                 self._count_rows(plan)
                 self._scheduler.computed(plan)
-                outputs = [self._accept(sequence, token) for sequence, token in zip(sampling, tokens, strict=True)]
+                now = self._now()
+                outputs = [self._accept(sequence, token, now) for sequence, token in zip(sampling, tokens, strict=True)]
         except BaseException:
             if outputs is None:
                 with undisturbed():
@@ -452,18 +455,19 @@ class Engine:
         # Sums from the first row on, so that a sequence's hits are a difference: hundreds of small sums would take longer than the step.
         hits = [0, *np.cumsum(self._parts.experts.row_hits).tolist()]
         uses = self._parts.host.num_layers * self.info.top_k
-        start = 0
+        add_rows, start = self._work.add_rows, 0
         for rows in plan:
-            request = rows.sequence.request
-            request.expert_uses += rows.count * uses
-            request.expert_hits += hits[start + rows.count] - hits[start]
-            request.timings.computed_tokens += rows.count
-            self._work.add_rows(request.id, rows.count, generating=bool(request.output_ids))
-            rows.sequence.computed += rows.count
-            start += rows.count
+            sequence, count = rows.sequence, rows.count
+            request, end = sequence.request, start + count
+            request.expert_uses += count * uses
+            request.expert_hits += hits[end] - hits[start]
+            request.timings.computed_tokens += count
+            add_rows(request.id, count, generating=bool(request.output_ids))
+            sequence.computed += count
+            start = end
 
-    def _accept(self, sequence: TokenSequence, token: int) -> TokenOutput:
-        request, now = sequence.request, self._now()
+    def _accept(self, sequence: TokenSequence, token: int, now: float) -> TokenOutput:
+        request = sequence.request
         clock, timings = self._clocks[request.id], request.timings
         assert clock.started is not None
         if clock.first_token is None:

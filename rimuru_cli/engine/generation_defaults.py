@@ -9,21 +9,28 @@ from typing import Any
 from rimuru_cli.engine.json_files import read_json_object
 from rimuru_cli.engine.request import SamplingParams
 from rimuru_models.errors import CheckpointError, UsageError
+from rimuru_models.gguf import GGUFHeader, gguf_of, open_gguf
 
 _FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty")
 _FILE = "generation_config.json"
+_GGUF_KEYS = {"temperature": "temp", "top_p": "top_p", "min_p": "min_p", "top_k": "top_k", "repetition_penalty": "penalty_repeat"}
 
 
 def load_generation_defaults(model_dir: Path) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Sampling fields that generation_config.json sets, and notices about what in it was ignored.
+    """Sampling fields that generation_config.json (or a GGUF file) sets, and notices about what in it was ignored.
 
     `"do_sample": false` means greedy decoding (temperature 0). A missing file sets nothing; null counts as not set. Nothing here fails:
     these are recommendations, and a model with a broken file still runs, with a notice.
     """
-    try:
-        config = read_json_object(model_dir / _FILE) or {}
-    except CheckpointError as error:
-        return {}, (f"{error.what} Its sampling defaults are ignored.",)
+    gguf = gguf_of(model_dir)
+    if gguf is not None:
+        config = _of_gguf(open_gguf(gguf).main)
+    else:
+        try:
+            config = read_json_object(model_dir / _FILE) or {}
+        except CheckpointError as error:
+            return {}, (f"{error.what} Its sampling defaults are ignored.",)
+    source = _FILE if gguf is None else gguf.name
     values: dict[str, Any] = {}
     notices: list[str] = []
     for name in (*_FLOATS, "top_k"):
@@ -32,15 +39,21 @@ def load_generation_defaults(model_dir: Path) -> tuple[dict[str, Any], tuple[str
             continue
         problem = _problem(name, value)
         if problem:
-            notices.append(f"{_FILE}: {problem} It is ignored.")
+            notices.append(f"{source}: {problem} It is ignored.")
         else:
             values[name] = int(value) if name == "top_k" else float(value)
     do_sample = config.get("do_sample")
     if do_sample is False:
         values["temperature"] = 0.0
     elif do_sample is not None and do_sample is not True:
-        notices.append(f"{_FILE}: do_sample must be true or false. It is ignored.")
+        notices.append(f"{source}: do_sample must be true or false. It is ignored.")
     return values, tuple(notices)
+
+
+def _of_gguf(header: GGUFHeader) -> dict[str, Any]:
+    """What a GGUF file recommends, under the names of generation_config.json."""
+    found = {name: header.scalar(f"general.sampling.{key}") for name, key in _GGUF_KEYS.items()}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def merge_sampling(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> SamplingParams:

@@ -58,8 +58,7 @@ class HybridScheduler(Scheduler):
                 states = sequence.keeping.pop(place, None)
                 if states is not None:
                     path = self._blocks.remember(sequence.blocks[: place // size], sequence.tokens[:place])
-                    if self._blocks.adopt(sequence.blocks, path):
-                        sequence.forget_rows()
+                    self._blocks.adopt(sequence.blocks, path)
                     self._bookmarks.keep(states, path, place)
         self._space.trim()
 
@@ -69,7 +68,7 @@ class HybridScheduler(Scheduler):
             self._forget(rows.sequence)
             self._preempt(rows.sequence)
 
-    def _room(self, num_blocks: int, whole: int) -> bool:
+    def _room(self, num_blocks: int, whole: int, *, joins: bool = False) -> bool:
         return self._space.make(num_blocks, 0)
 
     def _store(self, sequence: Sequence) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from rimuru_cli.engine.block_table import BlockTable
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import KVView
+from rimuru_cli.engine.memory.quantized_kv import KVPages
 
 Tokens = tuple[int, ...]
 
@@ -57,10 +57,11 @@ class KVBlocks:
 
     Attributes:
         table: where all blocks lie.
-        moves: how often blocks have changed their pages; whoever keeps entries of a block looks whether this has changed.
+        moves: how often blocks have changed their pages, or a holder's blocks were exchanged for others; whoever keeps entries of a
+            holder's blocks looks whether this has changed.
     """
 
-    def __init__(self, pool: PagePool, view: KVView, num_layers: int) -> None:
+    def __init__(self, pool: PagePool, view: KVPages, num_layers: int) -> None:
         self._pool = pool
         self.view = view
         self.num_layers = num_layers
@@ -92,9 +93,10 @@ class KVBlocks:
         return blocks
 
     def rows_of(self, blocks: Sequence[TokenBlock]) -> Tensor:
-        """int64 [num_layers, 2, len(blocks) * view.rows_per_half]: where each layer's keys and values lie, see `KVView.rows_of`."""
+        """int64 [num_layers, 2 or 1, n]: where each layer's keys and values lie, as `view.rows_of` says."""
         pages = [block.pages[layer] for layer in range(self.num_layers) for block in blocks]
-        return self.view.rows_of(pages).view(2, self.num_layers, -1).transpose(0, 1)
+        rows = self.view.rows_of(pages)
+        return rows.view(rows.shape[0], self.num_layers, -1).transpose(0, 1)
 
     def match(self, tokens: Sequence[int]) -> Match:
         """Find the longest beginning of `tokens` in the tree and hold its whole blocks for the caller."""
@@ -124,8 +126,7 @@ class KVBlocks:
     def copy_tokens(self, source: TokenBlock, target: TokenBlock, count: int) -> None:
         """Copy the first `count` tokens' keys and values of `source` into `target`."""
         for old, new in zip(source.pages, target.pages, strict=True):
-            self.view.keys(new)[:count] = self.view.keys(old)[:count]
-            self.view.values(new)[:count] = self.view.values(old)[:count]
+            self.view.copy_tokens(old, new, count)
 
     def remember(self, blocks: Sequence[TokenBlock], tokens: Sequence[int]) -> list[TokenBlock]:
         """Put a sequence's computed blocks into the tree; `tokens` are the ids whose keys and values are stored, in order.
@@ -148,9 +149,9 @@ class KVBlocks:
             path.append(known)
         return path
 
-    def adopt(self, blocks: list[TokenBlock], path: Sequence[TokenBlock]) -> bool:
+    def adopt(self, blocks: list[TokenBlock], path: Sequence[TokenBlock]) -> None:
         """Exchange a holder's blocks for those of the tree, as `remember` gave them, and free its own: who goes on holding a block must
-        hold the ones before it. Returns whether any was exchanged."""
+        hold the ones before it."""
         exchanged = False
         for index, known in enumerate(path):
             own = blocks[index]
@@ -158,7 +159,7 @@ class KVBlocks:
                 self.hold(known)
                 blocks[index], exchanged = known, True
                 self.release([own])
-        return exchanged
+        self.moves += exchanged
 
     def release(self, blocks: Sequence[TokenBlock]) -> None:
         """Give up one use of each block; blocks of the tree stay for reuse, others are freed."""

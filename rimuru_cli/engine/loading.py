@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -13,29 +14,33 @@ from rimuru_cli.engine.bookmarks import Bookmarks
 from rimuru_cli.engine.ceiling import reserve_for
 from rimuru_cli.engine.config import EngineConfig, MemoryPlan, Progress, plan_memory, program_bytes
 from rimuru_cli.engine.describe import engine_info
-from rimuru_cli.engine.device.plan import why_not_on_a_device
+from rimuru_cli.engine.device.expert_files import formats_of
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.engine.experts.executor import PooledExperts, TransferCosts
 from rimuru_cli.engine.experts.host_store import HostStore
 from rimuru_cli.engine.experts.hotset import load_profile
+from rimuru_cli.engine.experts.packed_executor import PackedExperts
+from rimuru_cli.engine.experts.packed_view import view_of
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.residency import Residency
 from rimuru_cli.engine.experts.streaming import LoadingBuffers
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import ConvView, ExpertView, KVView, SSMView
+from rimuru_cli.engine.memory.quantized_kv import kv_view
+from rimuru_cli.engine.memory.views import ConvView, SSMView
 from rimuru_cli.engine.model_runner import ModelRunner
 from rimuru_cli.engine.parts import Parts, Recurrent
 from rimuru_cli.engine.room import Room
 from rimuru_cli.engine.state_blocks import StateBlocks
 from rimuru_cli.engine.tokenizer import config_eos_ids
 from rimuru_kernels.backend import select_backend
+from rimuru_kernels.paged_attention.layout import KVLayout
 from rimuru_models import load_model
 from rimuru_models.config import ModelConfig
-from rimuru_models.errors import DoesNotFitError, UsageError
+from rimuru_models.errors import DoesNotFitError
 from rimuru_models.index import model_identity
-from rimuru_models.weights import CheckpointReader
+from rimuru_models.readers import Reader, notices_of, open_reader
 
 
 def load_parts(model_dir: Path, config: EngineConfig, progress: Progress | None) -> Parts:
@@ -48,7 +53,7 @@ def load_parts(model_dir: Path, config: EngineConfig, progress: Progress | None)
     """
     report = progress or (lambda stage, done, total: None)
     program = program_bytes()
-    reader = CheckpointReader(model_dir)
+    reader = open_reader(model_dir)
     try:
         return _build(reader, model_dir, config, program, report)
     except BaseException:
@@ -56,7 +61,7 @@ def load_parts(model_dir: Path, config: EngineConfig, progress: Progress | None)
         raise
 
 
-def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, program: int, report: Progress) -> Parts:
+def _build(reader: Reader, model_dir: Path, config: EngineConfig, program: int, report: Progress) -> Parts:
     model_config = reader.config
     ranking = ExpertRanking(len(model_config.moe_layers), model_config.num_experts, config.decay)
     if config.profile is not None:
@@ -66,12 +71,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
     backend = select_backend()
     why_cpu = backend.reason if backend.name == "torch" else "the CPU was asked for"
     wants_device = config.device in ("cuda", "emulated")
-    left_out = why_not_on_a_device(model_config)
-    if left_out is not None and (wants_device or (config.device == "auto" and backend.name == "triton")):
-        why_cpu = left_out
-        if wants_device:
-            raise UsageError(f"This model cannot run on the GPU yet: {why_cpu}.", hint="Choose the CPU, or leave the choice to rimuru.")
-    elif wants_device or (config.device == "auto" and backend.name == "triton"):
+    if wants_device or (config.device == "auto" and backend.name == "triton"):
         from rimuru_cli.engine.device.loading import load_on_device
 
         emulated = config.device == "emulated"
@@ -84,20 +84,23 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
             if config.device != "auto" or config.memory_bytes is not None:
                 raise
             why_cpu = f"the GPU is not used: {error.what}"
-    plan = plan_memory(model_config, config, program)
-    host = HostStore(reader)
+    formats = formats_of(reader)
+    plan = plan_memory(model_config, config, program, formats=formats)
+    host = HostStore(reader, plan.experts)
     model = load_model(reader, torch.float32, lambda done, total: report("dense weights", done, total))
     reserve = reserve_for(plan, psutil.virtual_memory().total)
     pool = PagePool(plan.geometry, plan.pool, poison=config.poison, reserve_bytes=reserve)
     f, d = model_config.expert_intermediate, model_config.hidden_size
-    expert_view = ExpertView(pool, f, d, torch.float32)
-    kv_view = KVView(pool, model_config.num_kv_heads, model_config.head_dim, plan.block_tokens, torch.float32)
+    expert_view = view_of(pool, plan.experts, torch.float32)
+    layout = KVLayout(plan.block_tokens, model_config.num_kv_heads, model_config.head_dim, quantized=config.kv == "q8")
+    keys_values = kv_view(pool, layout, torch.float32)
     pages_per_expert = plan.geometry.pages_per_expert
     loader = Loader()
     buffers = LoadingBuffers(pool, expert_view, capacity=plan.buffer_experts, pages_per_expert=pages_per_expert)
     residency = Residency(pool, expert_view, host, ranking, loader, floor=plan.floor, pages_per_expert=pages_per_expert)
     costs = _fill(residency, host, report, floor_only=config.fixed_residents)
-    experts = PooledExperts(
+    kind = partial(PackedExperts, pages=plan.experts) if plan.experts.packed else PooledExperts
+    experts = kind(
         host=host,
         residency=residency,
         ranking=ranking,
@@ -110,14 +113,16 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         mode=config.moe_mode,
     )
     host.bytes_read = 0
-    blocks = KVBlocks(pool, kv_view, len(model_config.attention_layers))
+    blocks = KVBlocks(pool, keys_values, len(model_config.attention_layers))
     recurrent = None
     states = _states(pool, model_config, plan)
     if states is not None:
         bookmarks = Bookmarks(states, blocks)
-        recurrent = Recurrent(states, bookmarks, Room(plan.division, pool, blocks, states, bookmarks, residency, buffers))
-    info = engine_info(model_dir.resolve().name, model_config, reader.expert_dtype, plan, config, device="cpu", reason=why_cpu)
-    info = replace(info, notices=(*info.notices, *(f"Of this checkpoint, {part} is not used." for part in reader.unused_parts)))
+        recurrent = Recurrent(states, bookmarks, Room(plan.division, pool, blocks, states, bookmarks, residency, buffers, plan.floor_pages))
+    info = engine_info(
+        model_dir.resolve().name, model_config, reader.expert_dtype, plan, config, device="cpu", reason=why_cpu, formats=formats
+    )
+    info = replace(info, notices=(*info.notices, *notices_of(reader)))
     runner = ModelRunner(model, experts, blocks, states)
     return Parts(
         info=info,
@@ -134,7 +139,7 @@ def _build(reader: CheckpointReader, model_dir: Path, config: EngineConfig, prog
         runner=runner,
         recurrent=recurrent,
         eos_ids=frozenset(config_eos_ids(model_dir)),
-        replan=lambda wish: plan_memory(model_config, wish, program),
+        replan=lambda wish: plan_memory(model_config, wish, program, formats=formats),
     )
 
 

@@ -14,7 +14,7 @@ from rimuru_cli.engine.recurrent_state import PagedStates
 from rimuru_cli.engine.sampler import Meanwhile
 from rimuru_cli.engine.scheduler import ScheduledRows
 from rimuru_cli.engine.state_blocks import StateBlocks
-from rimuru_kernels.paged_attention import paged_attention, store_kv
+from rimuru_kernels.paged_attention import paged_attention
 from rimuru_models.interfaces import CausalLM, ForwardContext
 
 
@@ -63,12 +63,12 @@ class PagedKVCache:
         for span in self._spans:
             rows = slice(span.start, span.stop)
             pages = [block.pages[place] for block in span.written]
-            store_kv(k[rows], v[rows], [view.keys(p) for p in pages], [view.values(p) for p in pages], span.offset)
+            view.store(k[rows], v[rows], pages, span.offset)
             # Copied together in one gather: a tensor for every page would cost more than the attention itself.
             end = span.first + span.stop - span.start
             oldest = 0 if sliding_window is None else max(0, span.first - sliding_window + 1) // size
             used = slice(oldest * view.rows_per_half, -(-end // size) * view.rows_per_half)
-            keys, values = view.gather(span.kv_rows[place, :, used]).unbind(0)
+            keys, values = view.gather(span.kv_rows[place, :, used])
             parts.append(paged_attention(q[rows], [keys], [values], end - oldest * size, scale=scale, sliding_window=sliding_window))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from rimuru_cli.engine.model_runner import ModelRunner
     from rimuru_cli.engine.room import Room
     from rimuru_cli.engine.state_blocks import StateBlock, StateBlocks
-    from rimuru_models.weights import CheckpointReader
+    from rimuru_models.readers import Reader
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Parts:
 
     info: EngineInfo
     plan: MemoryPlan | DevicePlan
-    reader: CheckpointReader | ExpertSource
+    reader: Reader | ExpertSource
     model: CausalLM
     pool: PagePool
     blocks: KVBlocks
@@ -76,6 +76,8 @@ class Parts:
     recurrent: Recurrent | None = None
     # Bytes a second at which absent experts are brought to a device; None where they need not be brought.
     link_rate: float | None = None
+    # Most rows of a step that is replayed as one captured graph; None where none is.
+    captured_rows: int | None = None
     # Seconds from any moment on: the machine's, or those of a simulation.
     clock: Callable[[], float] = time.perf_counter
 

@@ -39,6 +39,7 @@ def snapshot_of(engine: Watched) -> Snapshot:
         host_brought=parts.host.brought,
         elastic_bytes=work.elastic_bytes,
         elastic_seconds=work.elastic_seconds,
+        states_not_kept=0 if parts.recurrent is None else parts.recurrent.room.skipped,
         events=tuple(engine.events),
     )
 
@@ -46,6 +47,7 @@ def snapshot_of(engine: Watched) -> Snapshot:
 def tally_of(engine: Watched) -> Tally:
     """What a snapshot says that changes with every step, at a tenth of the cost."""
     parts, scheduler, work, allocator = engine.parts, engine.scheduler, engine.work, engine.parts.pool.allocator
+    owned = {} if parts.recurrent is None else allocator.bytes_by_kind()
     return Tally(
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
@@ -57,6 +59,7 @@ def tally_of(engine: Watched) -> Tally:
         link_bytes=parts.host.bytes_read + parts.experts.fetched_bytes,
         resident=parts.residency.num_resident,
         kv_bytes=allocator.owned(PageKind.KV) * parts.plan.geometry.kv_page_bytes,
+        state_bytes=sum(owned.get(kind, 0) for kind in (PageKind.SSM, PageKind.CONV)),
         buffer_bytes=parts.buffers.num_pages * parts.plan.geometry.expert_page_bytes,
         free_bytes=allocator.free_bytes,
     )

@@ -7,6 +7,7 @@ bookmarks is bounded instead. Where free pages lie scattered over huge pages tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from rimuru_cli.engine.bookmarks import Bookmarks
 from rimuru_cli.engine.experts.residency import Residency
@@ -17,6 +18,9 @@ from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.sequence import Sequence
 from rimuru_cli.engine.state_blocks import StateBlocks
+
+if TYPE_CHECKING:
+    from rimuru_cli.engine.device.streaming import ScratchPages
 
 KEPT_SHARE = 8
 """Bookmarks take at most the pool's 8th part."""
@@ -31,8 +35,10 @@ class Room:
     Args:
         division: sums over the pool's page sizes.
         pool, blocks, states, bookmarks, residency, buffers: who owns pages.
+        floor_pages: expert pages that must stay whatever runs: those of the experts' floor, and the least that steps need beside them.
 
     Attributes:
+        skipped: states that were to be kept to resume from and were not, because that would have cost too much.
         adjust: asks for experts to be retired, given how many expert pages are lacking; set by the engine.
         running: sequences that hold pages; set by the engine.
     """
@@ -45,7 +51,8 @@ class Room:
         states: StateBlocks,
         bookmarks: Bookmarks,
         residency: Residency,
-        buffers: LoadingBuffers,
+        buffers: LoadingBuffers | ScratchPages,
+        floor_pages: int,
     ) -> None:
         self._division = division
         self._pool = pool
@@ -55,6 +62,10 @@ class Room:
         self._bookmarks = bookmarks
         self._residency = residency
         self._buffers = buffers
+        self._floor_pages = floor_pages
+        # Pages lent to the steps of a device; others are fixed.
+        self._lent = None if isinstance(buffers, LoadingBuffers) else buffers
+        self.skipped = 0
         self.adjust: Callable[[int], None] = lambda required_blocks: None
         self.running: Callable[[], Iterable[Sequence]] = lambda: ()
 
@@ -75,22 +86,30 @@ class Room:
         """Make sure that so many token blocks and state blocks can be allocated now; gives nothing up and returns False if they cannot."""
         kv_pages = num_blocks * self._blocks.num_layers
         wanted = self._division.wanted(kv_pages, states)
-        if self._division.lacking(self._allocator, wanted) <= 0:
+        # On a device, what steps need is lent from what is free: it must be free beside all that is wanted, or come from experts.
+        unlent = max(0, self._floor_pages - self._allocator.owned(PageKind.EXPERT))
+        if self._division.lacking(self._allocator, wanted._replace(expert_pages=unlent)) <= 0:
             return True
-        held_pages, held_states = self.held()
-        floor = self._residency.floor * len(self._residency.counts) * self._residency.pages_per_expert + self._buffers.num_pages
-        needed = self._division.huge_pages(floor, held_pages + kv_pages, held_states + states)
-        if needed > self._pool.num_bytes // self._division.geometry.huge_page_bytes:
-            return False
-        return self.free_up(lambda: wanted)
+        return self._possible(kv_pages, states) and self.free_up(lambda: wanted)
 
     def for_bookmark(self) -> bool:
         """Make room for one more state block if that costs no other bookmark within the bound and at most half of the spare experts."""
         while len(self._bookmarks) >= self.most_kept:
             if not self._bookmarks.evict():
+                self.skipped += 1
                 return False
         wanted = self._division.wanted(0, 1)
-        return self.free_up(lambda: wanted, spare_bookmarks=True)
+        made = self._possible(0, 1) and self.free_up(lambda: wanted, spare_bookmarks=True)
+        self.skipped += not made
+        return made
+
+    def for_experts(self, pages: int) -> bool:
+        """Make room for so many expert pages that a step needs, once no expert can be retired any more; lent pages stay."""
+        lent, self._lent = self._lent, None
+        try:
+            return self.free_up(lambda: Wanted(expert_pages=pages))
+        finally:
+            self._lent = lent
 
     def trim(self) -> None:
         """Give up bookmarks beyond the bound."""
@@ -117,10 +136,21 @@ class Room:
                 self.adjust(lacking * per_huge)
                 if self._residency.shrinkable < before:
                     continue
-            if not spare_bookmarks and (self._bookmarks.evict() or self._blocks.gather()):
+            if spare_bookmarks:
+                return False
+            if self._lent is not None and self._lent.num_pages:
+                self._lent.close()  # the next step lends them again, fewer if need be
+                continue
+            if self._bookmarks.evict() or self._blocks.gather():
                 continue
             return False
         return True
+
+    def _possible(self, kv_pages: int, states: int) -> bool:
+        """Whether so much more fits beside what runs, what steps need and experts at their floor."""
+        held_pages, held_states = self.held()
+        needed = self._division.huge_pages(self._floor_pages, held_pages + kv_pages, held_states + states)
+        return needed <= self._pool.num_bytes // self._division.geometry.huge_page_bytes
 
     def _merge(self) -> bool:
         """Empty the huge page whose few pages fit into the gaps of others; False if there is none."""

@@ -20,11 +20,11 @@ from rimuru_cli.engine.state_blocks import StateBlock
 
 # Asks for experts to be retired until so many KV pages are free in all; returns whether they are. If not, nothing was retired.
 MakeRoom = Callable[[int], bool]
-# Whether a sequence of so many token blocks is worth the experts that leave for it.
-Worth = Callable[[int], bool]
+# Whether a sequence of so many token blocks is worth the experts that leave for it (0: none has to), and whether it does not run yet.
+Worth = Callable[[int, bool], bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # hundreds are made for every step
 class ScheduledRows:
     """Tokens computed .. computed + count - 1 of a sequence, computed in this step."""
 
@@ -40,18 +40,23 @@ class ScheduledRows:
     @property
     def samples(self) -> bool:
         """Whether the last row is the sequence's newest token, so that the next one is sampled from it."""
-        return self.count == self.sequence.pending
+        sequence = self.sequence
+        return self.count == len(sequence.tokens) - sequence.computed
 
 
 class Scheduler:
-    """Waiting and running sequences of one engine."""
+    """Waiting and running sequences of one engine.
+
+    Attributes:
+        max_sequences: most that run at once.
+    """
 
     def __init__(
         self,
         blocks: KVBlocks,
         available_pages: Callable[[], int],
         make_room: MakeRoom,
-        worth: Worth = lambda blocks: True,
+        worth: Worth = lambda blocks, joins: True,
         *,
         max_batch_tokens: int,
         max_sequences: int,
@@ -61,7 +66,7 @@ class Scheduler:
         self._make_room = make_room
         self._worth = worth
         self._max_batch_tokens = max_batch_tokens
-        self._max_sequences = max_sequences
+        self.max_sequences = max_sequences
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.preemptions = 0
@@ -73,20 +78,26 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRows]:
         """Choose the rows of the next step and take the pages they need. Empty only if nothing waits or runs."""
         plan: list[ScheduledRows] = []
-        budget = self._max_batch_tokens
+        budget, size, preemptions = self._max_batch_tokens, self._blocks.block_tokens, self.preemptions
+        answering: list[Sequence] = []
+        reading: list[Sequence] = []
+        for sequence in self.running:
+            (answering if len(sequence.tokens) - sequence.computed == 1 else reading).append(sequence)
         # Decoding first: a sequence that answers must not stall behind somebody's long prompt.
-        for sequence in [s for s in self.running if s.pending == 1] + [s for s in self.running if s.pending > 1]:
+        for sequence in answering + reading:
             if budget == 0 or sequence.request.status is not RequestStatus.RUNNING:  # preempted meanwhile
                 continue
-            count = min(sequence.pending, budget)
-            if self._grow(sequence, count):
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            if sequence.computed + count <= len(sequence.blocks) * size or self._grow(sequence, count):
                 plan.append(ScheduledRows(sequence, count))
                 budget -= count
-        # A sequence taken into the plan may have been preempted by a later one's growth only if it was younger.
-        plan = [rows for rows in plan if rows.sequence.request.status is RequestStatus.RUNNING]
-        while self.waiting and budget > 0 and len(self.running) < self._max_sequences:
+        if self.preemptions != preemptions:
+            # A sequence taken into the plan may have been preempted by a later one's growth only if it was younger.
+            plan = [rows for rows in plan if rows.sequence.request.status is RequestStatus.RUNNING]
+        while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            # Whoever is alone is not asked about: somebody has to run.
+            if (self.running and not self._worth(0, True)) or not self._admit(sequence):
                 break
             self.waiting.popleft()
             count = min(sequence.pending, budget)
@@ -114,15 +125,16 @@ class Scheduler:
         self._blocks.release(sequence.blocks)
         sequence.drop_blocks()
 
-    def _room(self, num_blocks: int, whole: int) -> bool:
+    def _room(self, num_blocks: int, whole: int, *, joins: bool = False) -> bool:
         """Make sure that so many blocks can be allocated now, without preempting anyone; changes nothing and returns False if not.
 
         Blocks kept for reuse go first, experts only for what is lacking beyond them, and for a sequence, `whole` blocks long, that is worth
-        it (0: it is alone, and nobody asks); whether the experts' floor allows it is asked before anything is given up.
+        it (0: it is alone, and nobody asks; `joins`: it does not run yet); whether the experts' floor allows it is asked before anything is
+        given up.
         """
         wanted, idle = num_blocks * self._blocks.num_layers, self._blocks.idle_pages
         lacking = self._available_pages() + idle < wanted
-        if lacking and not ((not whole or self._worth(whole)) and self._make_room(wanted - idle)):
+        if lacking and not ((not whole or self._worth(whole, joins)) and self._make_room(wanted - idle)):
             return False
         self._blocks.evict(wanted - self._available_pages())
         return True
@@ -159,11 +171,11 @@ class Scheduler:
         if match.partial is not None:
             self._blocks.hold(match.partial)
         whole = wanted if self.running else 0
-        fits = self._room(wanted + spare, whole)
+        fits = self._room(wanted + spare, whole, joins=True)
         if not fits and match.partial is not None:
             self._blocks.release([match.partial])
             match.partial, match.partial_tokens = None, 0
-            fits = self._room(wanted + spare, whole)
+            fits = self._room(wanted + spare, whole, joins=True)
         if not fits:
             self._blocks.release(match.blocks)
             assert self.running, "a sequence that was accepted does not fit into the pool on its own"

@@ -42,8 +42,8 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     def rows_in(self, blocks: KVBlocks) -> Tensor:
-        """Where the keys and values of the blocks lie, for gathering on the CPU: int64 [num_layers, 2, n], see `KVBlocks.rows_of`; what
-        follows the blocks' own rows is undefined. Each call works out only what is new since the last one."""
+        """Where the keys and values of the blocks lie, for gathering on the CPU: int64 [num_layers, 2 or 1, n], see `KVBlocks.rows_of`;
+        what follows the blocks' own rows is undefined. Each call works out only what is new since the last one."""
         if self._moves != blocks.moves:
             self._filed, self._moves = 0, blocks.moves
         new = self.blocks[self._filed :]
@@ -61,10 +61,6 @@ class Sequence:
             self._filed = len(self.blocks)
         assert self._rows is not None, "a scheduled sequence has blocks"
         return self._rows
-
-    def forget_rows(self) -> None:
-        """Some of the blocks are others now."""
-        self._filed = 0
 
     def drop_blocks(self) -> None:
         """Forget all blocks, and with them everything computed."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from rimuru_cli.engine.memory.geometry import PageKind
@@ -99,15 +100,12 @@ class StateBlocks:
 
     def clear(self, block: StateBlock) -> None:
         """The states of a text of no tokens."""
-        for state in (*block.recurrent, *block.convolution):
-            state.zero_()
+        torch._foreach_zero_([*block.recurrent, *block.convolution])
 
     def copy(self, source: StateBlock, target: StateBlock) -> None:
         """Make `target` equal to `source`."""
         self.settle(source)
-        pairs = zip((*source.recurrent, *source.convolution), (*target.recurrent, *target.convolution), strict=True)
-        for old, new in pairs:
-            new.copy_(old)
+        torch._foreach_copy_([*target.recurrent, *target.convolution], [*source.recurrent, *source.convolution])
 
     def vacate(self, huge_pages: Collection[int]) -> int:
         """Move whatever lies in these huge pages (by number), which are withheld, elsewhere. Only between steps.
@@ -120,15 +118,19 @@ class StateBlocks:
         """
         moved = 0
         for block in self.live:
-            for kind, runs in ((PageKind.SSM, block.ssm), (PageKind.CONV, block.conv)):
-                for index, run in enumerate(runs):
-                    if self._pool.allocator.huge_page_of(run[0]) in huge_pages:
-                        target = self._pool.moved(kind, run, run=True)
-                        runs[index] = target
-                        self._pool.free(run)
-                        moved += len(run)
-            self._look(block)
-        self.moves += moved > 0
+            before = moved
+            try:
+                for kind, runs in ((PageKind.SSM, block.ssm), (PageKind.CONV, block.conv)):
+                    for index, run in enumerate(runs):
+                        if self._pool.allocator.huge_page_of(run[0]) in huge_pages:
+                            target = self._pool.moved(kind, run, run=True)
+                            runs[index] = target
+                            self._pool.free(run)
+                            moved += len(run)
+            finally:
+                if moved > before:
+                    self.moves += 1
+                    self._look(block)
         return moved
 
     def _look(self, block: StateBlock) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 ContextReason = Literal["that is the model's own context", "that is the context that was set", "the memory ceiling allows no more"]
 
 
+_FEW = 8  # steps of a kind whose times are remembered
 CEILING_LOWERED = "the memory ceiling was lowered"
 """Reason of an event that stands for no decision of the adjuster."""
 
@@ -24,6 +26,8 @@ class EngineInfo:
             files.
         notices: everything the person should know: fallbacks, reductions, defaults that differ from the model's.
         profile: path of the hotset profile that seeded the ranking, or None.
+        weight_dtype: precision of the experts, dense_dtype: of all other matrices, empty: the same; as "bf16" or "int4 (groups of 32)".
+        kv_dtype: what keys and values are stored as: f32, bf16, f16 or q8.
     """
 
     model: str
@@ -49,6 +53,14 @@ class EngineInfo:
     mapped_bytes: int = 0
     notices: tuple[str, ...] = ()
     profile: str | None = None
+    kv_dtype: str = "f32"
+    dense_dtype: str = ""
+
+    @property
+    def precision(self) -> str:
+        """What the weights are stored as, in a phrase."""
+        plain = self.dense_dtype in ("", self.weight_dtype)
+        return self.weight_dtype if plain else f"experts {self.weight_dtype}, dense {self.dense_dtype}"
 
     def to_dict(self) -> dict[str, Any]:
         """The same as JSON-able values."""
@@ -81,6 +93,7 @@ class Work:
         elastic_bytes: of the pages that experts gave or got by them; elastic_seconds: how long steps waited for that, all in all.
         last_ids: requests that took part in the last step.
         step_seconds: of recent steps without prompts, on average; None before the first.
+        captured_rows: most rows of a step that is replayed as one graph; None where none is.
     """
 
     steps: int = 0
@@ -94,7 +107,27 @@ class Work:
     elastic_seconds: float = 0.0
     last_ids: tuple[int, ...] = ()
     step_seconds: float | None = None
+    captured_rows: int | None = None
+    # Seconds of the last few steps of each width.
+    _captured: deque[float] = field(default_factory=lambda: deque(maxlen=_FEW), repr=False)
+    _wide: deque[float] = field(default_factory=lambda: deque(maxlen=_FEW), repr=False)
+    _prompts: deque[float] = field(default_factory=lambda: deque(maxlen=_FEW), repr=False)
     _rows: list[tuple[int, int, bool]] = field(default_factory=list, repr=False)
+
+    @property
+    def captured_seconds(self) -> float | None:
+        """The least of recent steps that were one graph, which leaves out those in which a graph was made; None while few are known."""
+        return min(self._captured) if len(self._captured) >= _FEW // 2 else None
+
+    @property
+    def wide_seconds(self) -> float | None:
+        """The least of recent steps with more rows; before the first, of steps with prompts, which are launched in the same way."""
+        return min(self._wide or self._prompts, default=None)
+
+    @property
+    def prompt_seconds(self) -> float | None:
+        """The least of recent steps with prompts; None before the first."""
+        return min(self._prompts, default=None)
 
     def add_rows(self, request_id: int, count: int, *, generating: bool) -> None:
         """Note `count` tokens of a request that the present step computes; `generating`: it has had its first token."""
@@ -119,6 +152,8 @@ class Work:
         if not prefill:
             # About the last ten: what runs, and how many experts are absent, changes slowly.
             self.step_seconds = seconds if self.step_seconds is None else 0.9 * self.step_seconds + 0.1 * seconds
+        if self.captured_rows is not None:
+            (self._prompts if prefill else self._captured if decode <= self.captured_rows else self._wide).append(seconds)
 
 
 class Tally(NamedTuple):
@@ -128,7 +163,7 @@ class Tally(NamedTuple):
         running, waiting: sequences now; preemptions: so far.
         prefill_rows, decode_rows: tokens computed so far, as of `Work`.
         uses, hits, link_bytes: expert selections, those that found their expert resident, and bytes of experts brought, so far.
-        resident: experts now; kv_bytes, buffer_bytes, free_bytes: of the pool now.
+        resident: experts now; kv_bytes, state_bytes (of recurrent layers), buffer_bytes, free_bytes: of the pool now.
     """
 
     running: int
@@ -141,6 +176,7 @@ class Tally(NamedTuple):
     link_bytes: int
     resident: int
     kv_bytes: int
+    state_bytes: int
     buffer_bytes: int
     free_bytes: int
 
@@ -161,6 +197,8 @@ class Snapshot:
         pinned_bytes, mapped_bytes: as of `EngineInfo`.
         host_brought: experts that the host had to bring because the device could not read them, so far.
         elastic_bytes, elastic_seconds: of pages that changed hands between experts and sequences, and how long steps waited for that.
+        states_not_kept: how often states that a text could later be resumed from were not kept for lack of room, so far; it is then
+            computed again from an earlier place.
     """
 
     step: int
@@ -186,6 +224,7 @@ class Snapshot:
     host_brought: int = 0
     elastic_bytes: int = 0
     elastic_seconds: float = 0.0
+    states_not_kept: int = 0
     events: tuple[AdjusterEvent, ...] = field(default=())
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rimuru_cli.engine.json_files import read_json_object
 from rimuru_models.errors import CheckpointError, NotFoundError, UsageError
+from rimuru_models.gguf import gguf_of, open_gguf
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -42,12 +43,15 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, model_dir: Path) -> Tokenizer:
-        """Load tokenizer.json and what the JSON files around it say about special tokens.
+        """Load tokenizer.json and what the JSON files around it say about special tokens; or what a GGUF file says.
 
         Raises:
             NotFoundError: the folder does not exist.
             CheckpointError: no tokenizer.json, a broken one, or broken files beside it.
         """
+        gguf = gguf_of(model_dir)
+        if gguf is not None:
+            return cls._from_gguf(gguf)
         if not model_dir.is_dir():
             raise NotFoundError(f"There is no model folder {model_dir}.")
         path = model_dir / "tokenizer.json"
@@ -62,6 +66,14 @@ class Tokenizer:
         if own_eos is not None:
             eos.add(own_eos)
         return cls(fast, special_tokens=special, eos_ids=eos, decoder_kind=_decoder_kind(description.get("decoder")))
+
+    @classmethod
+    def _from_gguf(cls, path: Path) -> Tokenizer:
+        from rimuru_cli.engine.gguf_tokenizer import build_tokenizer
+
+        made = build_tokenizer(open_gguf(path).main)
+        kind: DecoderKind = "byte_fallback" if made.fallback else "byte_level"
+        return cls(made.fast, special_tokens=made.special_tokens, eos_ids=made.eos_ids, decoder_kind=kind)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`.
@@ -130,8 +142,13 @@ def _no_tokenizer_json(model_dir: Path) -> CheckpointError:
 def config_eos_ids(model_dir: Path) -> set[int]:
     """End-of-answer ids of generation_config.json, or of config.json where the first names none or is broken (a notice says so elsewhere).
 
-    A multimodal config.json names them in its text model's part. Entries of other types are skipped.
+    A multimodal config.json names them in its text model's part. Entries of other types are skipped. A GGUF file names its own.
     """
+    gguf = gguf_of(model_dir)
+    if gguf is not None:
+        from rimuru_cli.engine.gguf_tokenizer import eos_ids
+
+        return set(eos_ids(open_gguf(gguf).main))
     for name in ("generation_config.json", "config.json"):
         try:
             values = read_json_object(model_dir / name) or {}

@@ -2,42 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from rimuru_cli.engine.admission import PACED_FROM, AdmissionPolicy, AdmissionStats
+from rimuru_cli.engine.admission import PACED_FROM, AdmissionPolicy, AdmissionStats, Crowd, Group
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.parts import Parts
-from rimuru_cli.engine.sequence import Sequence as TokenSequence
 from rimuru_cli.engine.stats import Work
+
+if TYPE_CHECKING:
+    from rimuru_cli.engine.scheduler import Scheduler
 
 
 class Worth:
     """Asks the policy about the sequences of one engine.
 
     Args:
-        running: sequences that run, the youngest last; the scheduler's own list.
+        scheduler: whose they are.
     """
 
-    def __init__(self, parts: Parts, policy: AdmissionPolicy, work: Work, running: Sequence[TokenSequence]) -> None:
-        self._parts, self._policy, self._work, self._running = parts, policy, work, running
+    def __init__(self, parts: Parts, policy: AdmissionPolicy, work: Work, scheduler: Scheduler) -> None:
+        self._parts, self._policy, self._work, self._scheduler = parts, policy, work, scheduler
+        self._running = scheduler.running
         self._kv_per_block = parts.plan.geometry.layout(PageKind.KV).per_parent
+        self._page_bytes = parts.plan.geometry.expert_page_bytes
+        self._came_in = -1  # the step before which somebody was let in last
 
-    def of(self, blocks: int) -> bool:
-        """Whether a sequence of so many token blocks is worth the experts that leave for it."""
-        parts, running = self._parts, len(self._running)
-        residency, info = parts.residency, parts.info
-        # One that is short now will be as long as the others.
-        held = parts.pool.allocator.owned(PageKind.KV) - parts.blocks.idle_pages
-        pages = max(blocks * parts.blocks.num_layers, held / max(1, running))
-        used = 1.0 - (1.0 - info.top_k / info.num_experts) ** running  # an expert, by a step
-        seconds = 0.0 if parts.link_rate is None else used * parts.host.expert_bytes / parts.link_rate
-        # With all experts resident it displaces none yet, but the one that is to leave now.
-        displaced = min(pages / (self._kv_per_block * residency.pages_per_expert), residency.expandable + 1.0)
-        return self._policy(AdmissionStats(running, displaced, seconds, self._work.step_seconds))
+    def of(self, blocks: int, *, joins: bool) -> bool:
+        """Whether a sequence of so many token blocks is worth the experts that leave for it.
+
+        Args:
+            blocks: 0: it displaces none.
+            joins: it does not run yet.
+        """
+        running, work = len(self._running) + joins, self._work
+        stats = AdmissionStats(running, blocks > 0, self._taken, self._expert_seconds(running), work.step_seconds)
+        if not joins or blocks or work.captured_rows is None:
+            return self._policy(stats)
+        group = self._group(running) if self._came_in != work.steps else None
+        stats = replace(stats, crowd=self._crowd(running), group=group)
+        comes = self._policy(stats)
+        if comes:
+            self._came_in = work.steps
+        return comes
 
     def of_youngest(self) -> bool:
         """Whether the youngest of those that run is."""
-        return self.of(len(self._running[-1].blocks) if self._running else 0)
+        return self.of(len(self._running[-1].blocks) if self._running else 0, joins=False)
+
+    @property
+    def _pages(self) -> float:
+        """KV pages of an average sequence that runs; at least one."""
+        held = self._parts.pool.allocator.owned(PageKind.KV) - self._parts.blocks.idle_pages
+        return max(1.0, held / max(1, len(self._running)))
+
+    @property
+    def _taken(self) -> float:
+        """Experts that would fit where there are none in the pool."""
+        parts = self._parts
+        return parts.pool.num_bytes / (parts.residency.pages_per_expert * self._page_bytes) - parts.residency.num_resident
+
+    def _expert_seconds(self, running: int) -> float:
+        """What an absent expert costs a step of so many sequences on average."""
+        parts = self._parts
+        used = 1.0 - (1.0 - parts.info.top_k / parts.info.num_experts) ** running  # an expert, by a step
+        return 0.0 if parts.link_rate is None else used * parts.host.expert_bytes / parts.link_rate
+
+    def _reachable(self, running: int, step_seconds: float) -> int:
+        """Sequences that could run in steps that take so long."""
+        scheduler = self._scheduler
+        everybody = min(len(self._running) + len(scheduler.waiting), scheduler.max_sequences)
+        # Whoever displaces experts must be worth it, too.
+        if self._taken * self._expert_seconds(running) <= step_seconds:
+            return everybody
+        # Each that runs has a block to spare, as in the scheduler.
+        spare = len(self._running) * self._parts.blocks.num_layers
+        free = self._parts.blocks.idle_pages + self._parts.pool.allocator.available(PageKind.KV) - spare
+        return min(everybody, len(self._running) + max(0, int(free / self._pages)))
+
+    def _crowd(self, running: int) -> Crowd | None:
+        work, captured = self._work, self._work.captured_rows
+        if captured is None or running <= captured:
+            return None
+        wide, narrow = work.wide_seconds, work.captured_seconds
+        if narrow is None and self._parts.residency.expandable:
+            narrow = self._parts.residency.expandable * self._expert_seconds(captured)  # bringing absent experts is a part of it
+        return Crowd(captured, narrow, wide, 0 if wide is None else self._reachable(running, wide))
+
+    def _group(self, running: int) -> Group | None:
+        work, others = self._work, len(self._running)
+        captured, step, prompt = work.captured_rows, work.step_seconds, work.prompt_seconds
+        if captured is None or step is None or prompt is None:
+            return None
+        room = self._reachable(running, step)
+        places = (room if running > captured else min(room, captured)) - others
+        tokens = self._pages / self._parts.blocks.num_layers * self._parts.blocks.block_tokens
+        return Group(len(self._scheduler.waiting), places, tokens, step, prompt)
 
     def spare_blocks(self) -> int:
         """Blocks that text kept only for reuse holds and experts had better have: where many sequences run, all of it."""

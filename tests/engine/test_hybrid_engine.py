@@ -11,38 +11,12 @@ from typing import Any
 import pytest
 import torch
 from elastic import CONTEXT, CeilingMover, adversary, converse, prompts_of
-from engines import GREEDY, answer, assert_all_free, load_engine, plan_for, resident_tokens, run_all
-from hybrids import NAMES, said_by, write_hybrid
+from engines import GREEDY, answer, load_engine, plan_for, resident_tokens, run_all
+from hybrids import NAMES, assert_merged, write_hybrid
 from tiny_checkpoints import HYBRIDS, write_tiny_checkpoint
 
 from rimuru_cli.engine.config import EngineConfig
-from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.memory.geometry import PageKind
-from rimuru_models.errors import UsageError
-
-Texts = dict[str, tuple[Path, list[list[int]]]]
-
-
-@pytest.fixture(scope="session")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, list[list[int]]]]:
-    """Name -> a checkpoint and what it says; made when first asked for."""
-    made: Texts = {}
-
-    def make(name: str) -> tuple[Path, list[list[int]]]:
-        if name not in made:
-            folder = write_hybrid(tmp_path_factory.mktemp("hybrid"), name)
-            made[name] = folder, said_by(folder)
-        return made[name]
-
-    return make
-
-
-def assert_merged(engine: Engine) -> None:
-    """Everything is free, and in whole huge pages again."""
-    assert_all_free(engine)
-    allocator, pool = engine._allocator, engine._parts.pool
-    assert allocator.free_huge_pages == pool.num_bytes // pool.geometry.huge_page_bytes
-
 
 @pytest.mark.parametrize(("name", "per_huge"), [("1:1", (1, 1)), ("2:3", (2, 3)), ("1:2", (1, 2)), ("37:48", (37, 48))])
 def test_the_geometries_are_those(name: str, per_huge: tuple[int, int], tmp_path: Path) -> None:
@@ -175,9 +149,3 @@ def test_what_is_told_about_the_model(hybrid: Any) -> None:
     assert mixer is not None and kinds["ssm"] >= 3 * mixer.state_bytes and kinds["conv"] >= 3 * 3 * mixer.conv_row_bytes(4)
     engine.cancel(request)
     assert_merged(engine)
-
-
-def test_a_device_is_refused_in_words(hybrid: Any) -> None:
-    for device in ("emulated", "cuda"):
-        with pytest.raises(UsageError, match="recurrent layers of Qwen3NextForCausalLM are computed on the CPU only"):
-            Engine.load(hybrid("qwen3_next")[0], EngineConfig(device=device))  # type: ignore[arg-type]

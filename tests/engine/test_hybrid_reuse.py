@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import GREEDY, answer, assert_all_free, load_engine, resident_tokens, run_all
 from hybrids import write_hybrid
 from hypothesis import given
@@ -26,9 +27,22 @@ def folder(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_hybrid(tmp_path_factory.mktemp("reuse"), request.param)
 
 
-@pytest.fixture
-def engine(folder: Path) -> Any:
-    engine = load_engine(folder, 1.0, EngineConfig(max_batch_tokens=64))
+DEVICES = [
+    "cpu",
+    "emulated",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
+
+
+@pytest.fixture(params=DEVICES)
+def engine(request: Any, folder: Path) -> Any:
+    """With room for all experts, a long chat and many states."""
+    config = EngineConfig(max_batch_tokens=64, device_batch_tokens=64, device=request.param)
+    engine = (
+        load_engine(folder, 1.0, config)
+        if request.param == "cpu"
+        else Engine.load(folder, replace(config, pool_bytes=16 << 20, poison=True))
+    )
     yield engine
     assert_all_free(engine)
 
@@ -200,3 +214,19 @@ def test_places_to_keep(first: int, more: int, parted: int, block: int, interval
     assert all(after - before <= gap + block for before, after in pairwise(stops)), "no long stretch without one"
     near = (last - TAIL) // block * block
     assert near <= first or near in places
+
+
+def test_what_is_not_kept_for_lack_of_room_is_counted(folder: Path) -> None:
+    engine = load_engine(folder, 0.0, EngineConfig(max_batch_tokens=64, context=128))
+    prompt = words(engine.info.context_limit - 13, 3)
+    request = answer(engine, prompt, SHORT)
+    assert request.output_ids == resident_tokens(folder, prompt, 12)
+    recurrent = engine._parts.recurrent
+    assert recurrent is not None
+    assert engine.snapshot().states_not_kept == recurrent.room.skipped > 0
+    assert engine.snapshot().to_dict()["states_not_kept"] > 0
+    roomy = load_engine(folder, 1.0, EngineConfig(max_batch_tokens=64))
+    answer(roomy, prompt, SHORT)
+    assert roomy.snapshot().states_not_kept == 0
+    for each in (engine, roomy):
+        assert_all_free(each)

@@ -53,17 +53,22 @@ layer = LayerResidency(torch.zeros(experts, 3, dtype=torch.int32), torch.zeros(e
                        torch.zeros(4, dtype=torch.int64))
 tables = SimpleNamespace(layer=lambda index: layer, counters=torch.zeros(layers, 4, dtype=torch.int64))
 residency = SimpleNamespace(tables=tables, view=SimpleNamespace(f=shape.expert_intermediate, d=shape.hidden_size), pages_per_expert=3,
-                            num_resident=1, total=2, push=lambda: None)
+                            num_resident=1, total=2, push=lambda: None, pull=lambda: None)
 scratch = SimpleNamespace(rows=torch.zeros(experts, 3, dtype=torch.int32))
-host = SimpleNamespace(num_experts=experts, num_layers=layers, expert_bytes=1, mapped_bytes=0)
+pages = SimpleNamespace(f=shape.expert_intermediate, d=shape.hidden_size, layers=[None] * layers, page_bytes=None)
+host = SimpleNamespace(num_experts=experts, num_layers=layers, expert_bytes=1, mapped_bytes=0, pages=pages)
 provider = DeviceExperts(host=host, residency=residency, pool=SimpleNamespace(data=data), scratch=scratch, moe_layers=shape.moe_layers,
                          top_k=shape.top_k, max_tokens=64, decay=0.9, dtype=torch.bfloat16, rates=LinkRates())
 blocks = MagicMock(num_layers=layers, blocks_for=lambda tokens: -(-tokens // 16), block_tokens=16)
-cache = DeviceKVCache(blocks, data, KVLayout(16, shape.num_kv_heads, shape.head_dim), max_sequences=64, max_tokens=64, context=256)
-cache._decode_rows = cache._num_rows = cache._num_sequences = rows
+cache = DeviceKVCache(blocks, data, KVLayout(16, shape.num_kv_heads, shape.head_dim), max_sequences=64, max_tokens=64, context=256,
+                      attention_layers=shape.attention_layers)
+cache._num_rows = rows
+cache._decode_rows, cache._num_sequences = (rows, rows) if sys.argv[2] == "decode" else (0, 1)
 context = ForwardContext(positions=cache.positions[:rows], kv=cache, experts=provider, projected=cache, routed=provider)
-provider.begin_on_demand(rows)
+provider.begin_on_demand(rows) if sys.argv[2] == "decode" else provider.begin_streamed(rows, None)
 torch.Tensor.is_cuda = property(lambda tensor: True)
+multiply = torch.mm
+torch.mm = lambda a, b, out_dtype=None: multiply(a, b)  # a CPU has no product with another dtype's result
 with torch.inference_mode():
     found = []
     everything, norms = model.layers, model._next_norms
@@ -76,7 +81,7 @@ print(json.dumps(found[1] - found[0]))
 """
 
 
-def launches(rows: int) -> dict[str, int]:
+def launches(rows: int, what: str) -> dict[str, int]:
     pytest.importorskip("triton")
     support = Path(__file__).parents[1] / "support"
     environment = os.environ | {
@@ -84,7 +89,9 @@ def launches(rows: int) -> dict[str, int]:
         "PYTHONPATH": os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")]),
         "OMP_NUM_THREADS": "1",
     }
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(rows)], env=environment, capture_output=True, text=True, encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(rows), what], env=environment, capture_output=True, text=True, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     found: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -92,6 +99,13 @@ def launches(rows: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_a_decode_layer_of_few_sequences_is_ten_launches(rows: int) -> None:
-    found = launches(rows)
+    found = launches(rows, "decode")
     assert sum(found.values()) <= 10, found
     assert {"_route", "_fetch", "gate_up_rows", "down_rows"} <= set(found), found
+
+
+def test_a_layer_of_a_prompt_is_fourteen_launches() -> None:
+    """Each takes the host some 25 us, so a short prompt waits for them; counting alone was fourteen once."""
+    found = launches(48, "prompt")
+    assert sum(found.values()) <= 14, found
+    assert {"_count", "grouped_gemm", "_prefill"} <= set(found), found

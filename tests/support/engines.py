@@ -46,7 +46,13 @@ def load_engine(folder: Path, share: float = 1.0, config: EngineConfig | None = 
 
 def resident_tokens(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
     """Greedy tokens of the model in plain memory, one sequence, no pool."""
-    with CheckpointReader(folder) as reader, torch.inference_mode():
+    with CheckpointReader(folder) as reader:
+        return resident_tokens_of(reader, prompt, count)
+
+
+def resident_tokens_of(reader: CheckpointReader, prompt: Sequence[int], count: int) -> list[int]:
+    """As `resident_tokens`, of an open checkpoint."""
+    with torch.inference_mode():
         model = load_model(reader, torch.float32)
         cache, experts = ResidentKVCache(reader.config), ResidentExperts(reader)
         states = ResidentStates(reader.config) if reader.config.recurrent else None

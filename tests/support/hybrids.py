@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from elastic import LENGTHS, prompts_of
-from engines import resident_tokens
+from engines import assert_all_free, resident_tokens
 from tiny_checkpoints import HYBRIDS, write_tiny_checkpoint
+
+from rimuru_cli.engine.engine import Engine
 
 # P_h = P_e = P_s; 2 P_e = 3 P_s; P_e = 2 P_s; and a common multiple far larger than either.
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -31,3 +33,10 @@ def said_by(folder: Path) -> list[list[int]]:
     """What a model says in `elastic.converse` when everything is in plain memory."""
     firsts = [resident_tokens(folder, prompt, count) for prompt, (_, count) in zip(prompts_of(), LENGTHS, strict=True)]
     return [*firsts, resident_tokens(folder, [*prompts_of()[0], *firsts[0], 5, 6, 7], 20)]
+
+
+def assert_merged(engine: Engine) -> None:
+    """Everything is free, and in whole huge pages again."""
+    assert_all_free(engine)
+    allocator, pool = engine._allocator, engine._parts.pool
+    assert allocator.free_huge_pages == pool.num_bytes // pool.geometry.huge_page_bytes

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -16,8 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rimuru_cli.engine.experts.pages import ExpertPages
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError
+from rimuru_models.quantization.formats import WeightFormats
 from rimuru_models.weights import ExpertTensors
 
 
@@ -47,35 +50,89 @@ class ExpertSource(Protocol):
 class FileSource(Protocol):
     """A source whose experts lie in files."""
 
-    def expert_extents(self, layer: int, expert: int) -> list[tuple[Path, int, int]]:
-        """(file, offset, bytes) of each run of one expert's bytes, gate, up and down in order."""
+    def expert_extents(self, layer: int, expert: int) -> list[tuple[Path, int, int]] | None:
+        """(file, offset, bytes) of each run of one expert's bytes, gate, up and down in order; None where files do not hold them so."""
         ...
 
 
-class ExpertFiles:
-    """Experts of a source by (model layer, expert), gate | up | down as plain bytes."""
+@runtime_checkable
+class PackedSource(Protocol):
+    """A source whose experts, of some layers at least, are packed codes."""
 
-    def __init__(self, source: ExpertSource) -> None:
-        self._source = source
+    @property
+    def formats(self) -> WeightFormats:
+        """What the weights are stored as."""
+        ...
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of plain dense matrices."""
+        ...
+
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+        """See `WeightReader.expert_packed`."""
+        ...
+
+
+def formats_of(source: ExpertSource) -> WeightFormats | None:
+    """What a source's weights are stored as; None where all are plain numbers."""
+    return source.formats if isinstance(source, PackedSource) else None
+
+
+def compute_dtype(source: ExpertSource) -> torch.dtype:
+    """What a device computes with: the dtype of plain experts, as far as there are any, which pages hold as they are."""
+    if not isinstance(source, PackedSource) or source.formats.computing == source.formats.expert_dtype:
+        return source.expert_dtype
+    return source.compute_dtype
+
+
+class ExpertFiles:
+    """Experts of a source by (MoE layer, expert) as the bytes of their pages: gate | up | down.
+
+    Args:
+        source: where they come from.
+        pages: how they lie in pages.
+    """
+
+    def __init__(self, source: ExpertSource, pages: ExpertPages) -> None:
+        self._source, self._pages = source, pages
+        self._moe_layers = source.config.moe_layers
         self._extents = source.expert_extents if isinstance(source, FileSource) else None
         self._files: dict[object, io.FileIO] = {}
         self._lock = threading.Lock()
 
     def read(self, layer: int, expert: int, out: Tensor) -> None:
-        """Fill `out`, uint8 [expert_bytes], with one expert.
+        """Fill `out`, uint8 [expert_bytes], with one expert; what its pages leave empty keeps what it was.
 
         Raises:
             CheckpointError: a file ended early or could not be read.
         """
+        places, model_layer = self._pages, self._moe_layers[layer]
+        if not places.packed:
+            self._read_plain(model_layer, expert, out)
+            return
+        pages = out.view(places.pages_per_expert, places.page_bytes)
+        if places.layers[layer] is not None:
+            assert isinstance(self._source, PackedSource), "packed experts come from a source of such"
+            self._source.expert_packed(model_layer, expert, list(pages))
+            return
+        size = places.tile_bytes(layer, 0)
+        content = torch.empty(len(pages), size, dtype=torch.uint8)
+        self._read_plain(model_layer, expert, content.view(-1))
+        np.copyto(pages.numpy()[:, :size], content.numpy())
+
+    def _read_plain(self, layer: int, expert: int, out: Tensor) -> None:
+        """One expert of a model layer as plain numbers that follow each other."""
         target, start = out.numpy(), 0
-        if self._extents is None:
+        extents = None if self._extents is None else self._extents(layer, expert)
+        if extents is None:
             # numpy and not torch: a copy of torch starts threads of its own in each of ours.
             for part in self._source.expert(layer, expert):
                 values = part.reshape(-1).view(torch.uint8).numpy()
                 np.copyto(target[start : start + len(values)], values)
                 start += len(values)
             return
-        for path, offset, size in self._extents(layer, expert):
+        for path, offset, size in extents:
             try:
                 self._fill(path, offset, memoryview(target[start : start + size].data))
             except OSError as error:

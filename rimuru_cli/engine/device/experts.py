@@ -25,7 +25,7 @@ from rimuru_cli.engine.device.staging import HostService, Staging
 from rimuru_cli.engine.device.streaming import ExpertStream, ScratchPages, StreamBuffers
 from rimuru_cli.engine.experts.executor import Recorder
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_kernels.expert_fetch import FetchPlan, LayerResidency, ResolvePolicy, resolve, route
+from rimuru_kernels.expert_fetch import FetchPlan, LayerResidency, ResolvePolicy, count, resolve, route
 from rimuru_kernels.fused_moe import MoeWorkspace, paged_moe
 from rimuru_kernels.rms_norm import add_rms_norm
 from rimuru_kernels.topk_gating import topk_gating
@@ -75,7 +75,8 @@ class DeviceExperts(StepChoice):
         device = pool.data.device
         self._host, self._residency, self._pool = host, residency, pool
         self._index = {layer: index for index, layer in enumerate(moe_layers)}
-        self._f = residency.view.f
+        self._pages = host.pages
+        self._f = host.pages.f
         self._policy = ResolvePolicy(decay=decay)
         experts, pages = host.num_experts, residency.pages_per_expert
         # The ranking that every step begins with, where what routers choose is not to count.
@@ -90,7 +91,7 @@ class DeviceExperts(StepChoice):
             host=torch.zeros(experts, dtype=torch.int64, device=device),
             counters=torch.zeros_like(residency.tables.counters[0]),
         )
-        self._workspace = MoeWorkspace(max_tokens, top_k, experts, self._f, residency.view.d, dtype, device)
+        self._workspace = MoeWorkspace(max_tokens, top_k, experts, self._f, host.pages.d, dtype, device)
         self._copies = torch.cuda.Stream() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._stream: ExpertStream | None = None
         self._last_stream: ExpertStream | None = None
@@ -208,13 +209,30 @@ class DeviceExperts(StepChoice):
             if brought is not None:
                 state.counters[1] -= brought.sum().to(state.counters.device)  # the device took them for residents
             pool, entries = self._pool.data, self._plan.entries
-            return paged_moe(x, ids, weights, pool, entries, self._f, workspace=self._workspace, arriving=self._plan)
+            return self._products(index, x, ids, weights, pool, entries, arriving=self._plan)
         entries = state.entries if self._stream is None else self._stream.take(index)
-        self._count(ids, weights, state.entries, state.scores, state.counters)
-        out = paged_moe(x, ids, weights, self._pool.data, entries, self._f, workspace=self._workspace)
+        count(ids, weights, state, self._policy)
+        out = self._products(index, x, ids, weights, self._pool.data, entries)
         if self._stream is not None:
             self._stream.done(index)
         return out
+
+    def _products(
+        self, index: int, x: Tensor, ids: Tensor, weights: Tensor, pool: Tensor, entries: Tensor, arriving: FetchPlan | None = None
+    ) -> Tensor:
+        pages = self._pages
+        return paged_moe(
+            x,
+            ids,
+            weights,
+            pool,
+            entries,
+            self._f,
+            workspace=self._workspace,
+            arriving=arriving,
+            formats=pages.layers[index],
+            arriving_bytes=pages.page_bytes,
+        )
 
     @property
     def uses(self) -> int:
@@ -303,13 +321,3 @@ class DeviceExperts(StepChoice):
     def fetched_bytes(self) -> int:
         """Their bytes."""
         return self.fetched * self._host.expert_bytes
-
-    def _count(self, ids: Tensor, weights: Tensor, entries: Tensor, scores: Tensor, counters: Tensor) -> None:
-        """Scores and counters of a large step, as `resolve` keeps them for small ones."""
-        tokens = len(ids)
-        ages = torch.arange(tokens - 1, -1, -1, device=ids.device)
-        share = weights / weights.sum(1, keepdim=True) * (self._decay ** ages.float()).unsqueeze(1)
-        scores.mul_(self._decay**tokens)
-        scores.index_add_(0, ids.reshape(-1), share.reshape(-1))
-        counters[0] += ids.numel()
-        counters[1] += (entries[:, 0] >= 0)[ids].sum()

@@ -21,14 +21,25 @@ class DeviceKVCache:
     Rows of a step are ordered: sequences with one row first (decode), then the others (prefill).
 
     Attributes:
-        tables: int32 [num_layers, max_sequences, max_blocks], page entries; row s belongs to the s-th sequence of the step.
+        tables: int32 [attention layers, max_sequences, max_blocks], page entries; row s belongs to the s-th sequence of the step.
         seq_lens: int32 [max_sequences], tokens of each sequence including the step's.
         tokens, positions, token_seqs: int32 [max_tokens], of each row: token id, position, and row of the tables.
         cu_seqlens: int32 [max_sequences + 1], bounds of the prefill sequences' rows, counted from the first prefill row.
     """
 
-    def __init__(self, blocks: KVBlocks, pool: Tensor, layout: KVLayout, *, max_sequences: int, max_tokens: int, context: int) -> None:
+    def __init__(
+        self,
+        blocks: KVBlocks,
+        pool: Tensor,
+        layout: KVLayout,
+        *,
+        attention_layers: Sequence[int],
+        max_sequences: int,
+        max_tokens: int,
+        context: int,
+    ) -> None:
         device = pool.device
+        self._places = {layer: place for place, layer in enumerate(attention_layers)}
         self._pool = pool
         self._layout = layout
         self._blocks = blocks
@@ -96,7 +107,7 @@ class DeviceKVCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, sliding_window: int | None) -> Tensor:
         """Store k, v [T, G, D] and return causal attention [T, H, D] of q over each row's own sequence."""
-        table, rows = self.tables[layer], self._num_rows
+        table, rows = self.tables[self._places[layer]], self._num_rows
         store_kv_entries(
             k.contiguous(), v.contiguous(), self._pool, table, self.positions[:rows], self._layout, token_seqs=self.token_seqs[:rows]
         )
@@ -116,7 +127,7 @@ class DeviceKVCache:
         sliding_window: int | None,
     ) -> Tensor:
         """Head norms, rotary and storing in one launch, then as `attend`; see `ProjectedAttention`."""
-        table, rows = self.tables[layer], self._num_rows
+        table, rows = self.tables[self._places[layer]], self._num_rows
         q = rotary_store(
             qkv,
             cos,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from rimuru_cli.engine.device.choice import StepChoice
 from rimuru_cli.engine.device.plan import buffer_experts, least_buffer_experts
 from rimuru_cli.engine.device.streaming import ScratchPages, StreamBuffers
@@ -17,9 +19,22 @@ class Lender:
 
     Both stay lent as long as steps of their kind follow one another: giving them back each time would copy the experts that made room for
     them in and out. What is lent now is in `scratch`, which whoever needs the pages may close between two steps.
+
+    Args:
+        free_up: for models with recurrent layers, of which pages of more kinds are in the way: makes room for so many expert pages, or
+            returns False.
     """
 
-    def __init__(self, pool: PagePool, residency: Residency, blocks: KVBlocks, choice: StepChoice, scratch: ScratchPages) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        residency: Residency,
+        blocks: KVBlocks,
+        choice: StepChoice,
+        scratch: ScratchPages,
+        free_up: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._free_up = free_up
         self._pool, self._residency, self._blocks = pool, residency, blocks
         self._choice, self._scratch = choice, scratch
         self._retired = 0  # experts that made room for what is lent
@@ -70,8 +85,11 @@ class Lender:
             if shrunk or self._blocks.gather():  # conversations may lie scattered over more expert pages than they fill
                 continue
             spare = self._pool.allocator.available(PageKind.EXPERT) // pages
-            if not on_demand and spare >= least_buffer_experts(self._choice.capacity):
+            least = least_buffer_experts(self._choice.capacity)
+            if not on_demand and spare >= least:
                 return spare
+            if self._free_up is not None and self._free_up((experts if on_demand else least) * pages):
+                continue
             if not self._blocks.evict(self._blocks.num_layers):
                 raise DoesNotFitError(
                     "The pool is too fragmented to load the experts that are not resident.",

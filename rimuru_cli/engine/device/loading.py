@@ -11,7 +11,10 @@ import torch
 from rimuru_cli.engine.ceiling import reserve_for
 from rimuru_cli.engine.config import EngineConfig, Progress
 from rimuru_cli.engine.describe import engine_info
+from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS
+from rimuru_cli.engine.device.expert_files import compute_dtype, formats_of
 from rimuru_cli.engine.device.experts import DeviceExperts
+from rimuru_cli.engine.device.hybrid_loading import recurrent_parts
 from rimuru_cli.engine.device.kv_cache import DeviceKVCache
 from rimuru_cli.engine.device.link import measure_link
 from rimuru_cli.engine.device.pinned_host import ExpertSource, PinnedHost
@@ -20,22 +23,25 @@ from rimuru_cli.engine.device.residency import DeviceResidency, DeviceTables
 from rimuru_cli.engine.device.runner import DeviceRunner
 from rimuru_cli.engine.device.streaming import ScratchPages
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
+from rimuru_cli.engine.experts.packed_view import view_of
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import ExpertView, KVView
+from rimuru_cli.engine.memory.quantized_kv import kv_view
 from rimuru_cli.engine.parts import Parts
 from rimuru_cli.engine.tokenizer import config_eos_ids
+from rimuru_kernels.fused_moe import GROUP_STEP
 from rimuru_kernels.paged_attention.layout import KVLayout
 from rimuru_models import load_model
 from rimuru_models.errors import DoesNotFitError
 from rimuru_models.interfaces import CausalLM
-from rimuru_models.weights import CheckpointReader
+from rimuru_models.quantization.formats import WeightFormats
+from rimuru_models.readers import Reader, notices_of
 
 
 def load_on_device(
-    reader: CheckpointReader,
+    reader: Reader,
     model_dir: Path,
     config: EngineConfig,
     ranking: ExpertRanking,
@@ -44,15 +50,19 @@ def load_on_device(
     report: Progress,
 ) -> Parts:
     """Open a checkpoint on a device; see `engine.loading.load_parts`."""
-    shape, dtype = reader.config, reader.expert_dtype
+    shape, dtype, formats = reader.config, compute_dtype(reader), formats_of(reader)
+    _check_formats(formats)
     free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (psutil.virtual_memory().available, 0)
     program = total - free if device.type == "cuda" else 0
-    plan = plan_device_memory(shape, dtype, config, program=program, free=free, max_batch_tokens=config.device_batch_tokens)
-    model = load_model(reader, dtype, lambda done, total: report("dense weights", done, total), device)
+    plan = plan_device_memory(
+        shape, dtype, config, program=program, free=free, max_batch_tokens=config.device_batch_tokens, formats=formats
+    )
+    model = load_model(reader, dtype, lambda done, total: report("dense weights", done, total), device, packed=True)
     host = PinnedHost(
         reader,
         device,
         lambda done, total: report("experts into page-locked memory", done, total),
+        pages=plan.experts,
         budget=pinned_budget(psutil.virtual_memory().available) if config.pinned_bytes is None else config.pinned_bytes,
         scores=ranking.scores,
     )
@@ -68,8 +78,21 @@ def load_on_device(
         name=model_dir.resolve().name,
         eos_ids=frozenset(config_eos_ids(model_dir)),
     )
-    parts.info = replace(parts.info, backend_reason=reason)
+    parts.info = replace(parts.info, backend_reason=reason, notices=(*parts.info.notices, *notices_of(reader)))
     return parts
+
+
+def _check_formats(formats: WeightFormats | None) -> None:
+    """Raises DoesNotFitError where kernels cannot read some packed matrices."""
+    if formats is None:
+        return
+    kept = [*formats.dense.values(), *(fmt for layer in formats.experts.values() if layer is not None for fmt in layer)]
+    odd = next((fmt.group for fmt in kept if fmt.group % GROUP_STEP), None)
+    if odd is not None:
+        raise DoesNotFitError(
+            f"Weights of this checkpoint share their scales in groups of {odd}; on a GPU such groups are multiples of {GROUP_STEP}.",
+            hint="Without a ceiling for the GPU (--vram) it is computed on the CPU.",
+        )
 
 
 def build_device_parts(
@@ -88,7 +111,7 @@ def build_device_parts(
 ) -> Parts:
     """Make the pool, fill it with the best-ranked experts, and put the parts together."""
     shape = model.config
-    dtype = source.expert_dtype
+    dtype, formats = compute_dtype(source), formats_of(source)
     reserve = reserve_for(plan, _device_bytes(device))
     try:
         pool = PagePool(plan.geometry, plan.pool, device, poison=config.poison, reserve_bytes=reserve)
@@ -97,8 +120,8 @@ def build_device_parts(
             f"The device gives no {plan.pool / 2**20:,.0f} MiB of memory for experts and conversation ({str(error).splitlines()[0]}).",
             hint="Close other programs that use the GPU, or give less --memory.",
         ) from error
-    view = ExpertView(pool, shape.expert_intermediate, shape.hidden_size, dtype)
-    kv_view = KVView(pool, shape.num_kv_heads, shape.head_dim, plan.block_tokens, dtype)
+    view = view_of(pool, plan.experts, dtype)
+    layout = KVLayout(plan.block_tokens, shape.num_kv_heads, shape.head_dim, quantized=config.kv == "q8")
     pages = plan.geometry.pages_per_expert
     loader = Loader()
     tables = DeviceTables(host, ranking, pages, device)
@@ -106,10 +129,15 @@ def build_device_parts(
     rates = measure_link(pool, host, pages)
     _fill(residency, host, report, floor_only=config.fixed_residents)
     scratch = ScratchPages(pool, host.num_experts, pages)
-    blocks = KVBlocks(pool, kv_view, shape.num_layers)
-    layout = KVLayout(plan.block_tokens, shape.num_kv_heads, shape.head_dim)
+    blocks = KVBlocks(pool, kv_view(pool, layout, dtype), len(shape.attention_layers))
     cache = DeviceKVCache(
-        blocks, pool.data, layout, max_sequences=config.max_sequences, max_tokens=plan.max_batch_tokens, context=plan.longest
+        blocks,
+        pool.data,
+        layout,
+        attention_layers=shape.attention_layers,
+        max_sequences=config.max_sequences,
+        max_tokens=plan.max_batch_tokens,
+        context=plan.longest,
     )
     experts = DeviceExperts(
         host=host,
@@ -125,9 +153,11 @@ def build_device_parts(
         prediction=bool(config.prediction),
         live=config.live_ranking,
     )
-    runner = DeviceRunner(model, cache, experts, residency, blocks, pool, scratch, graphs=graphs)
+    recurrent, states = recurrent_parts(shape, plan, pool, blocks, residency, scratch, dtype, max_sequences=config.max_sequences)
+    free_up = None if recurrent is None else recurrent.room.for_experts
+    runner = DeviceRunner(model, cache, experts, residency, blocks, pool, scratch, graphs=graphs, states=states, free_up=free_up)
     reason = torch.cuda.get_device_name(device) if device.type == "cuda" else "reference ops"
-    info = engine_info(name, shape, dtype, plan, config, device=str(device), reason=reason)
+    info = engine_info(name, shape, dtype, plan, config, device=str(device), reason=reason, formats=formats)
     info = replace(info, pinned_bytes=host.pinned_bytes, mapped_bytes=host.mapped_bytes, notices=(*info.notices, *host.notices))
     return Parts(
         info=info,
@@ -142,9 +172,13 @@ def build_device_parts(
         loader=loader,
         experts=experts,
         runner=runner,
+        recurrent=recurrent,
         eos_ids=eos_ids,
         link_rate=rates.copy,
-        replan=lambda wish: plan_device_memory(shape, dtype, wish, program=plan.program, free=0, max_batch_tokens=plan.max_batch_tokens),
+        captured_rows=MAX_ON_DEMAND_ROWS if graphs and device.type == "cuda" else None,
+        replan=lambda wish: plan_device_memory(
+            shape, dtype, wish, program=plan.program, free=0, max_batch_tokens=plan.max_batch_tokens, formats=formats
+        ),
     )
 
 

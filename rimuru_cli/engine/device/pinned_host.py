@@ -19,11 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rimuru_cli.engine.device.expert_files import ExpertFiles, ExpertSource
+from rimuru_cli.engine.device.expert_files import ExpertFiles, ExpertSource, formats_of
 from rimuru_cli.engine.device.locking import Locker, locker_for
+from rimuru_cli.engine.experts.packed_view import PageView
+from rimuru_cli.engine.experts.pages import ExpertPages
 from rimuru_cli.engine.memory.backing import ALIGNMENT, Backing, backing_for
-from rimuru_models.layout import expert_bytes
-from rimuru_models.weights import ExpertTensors
+from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES
 
 __all__ = ["ExpertSource", "PinnedHost", "reading_threads"]
 
@@ -39,13 +40,15 @@ class PinnedHost:
     Args:
         source: where the experts come from; it stays open where some remain mapped.
         device: whose driver locks the pages; on the CPU nothing is locked.
+        pages: how experts lie in the pool's pages, and so here; None: as the source's formats say, in the largest pages.
         progress: called with (bytes done, bytes in all).
         budget: most bytes to lock; None: all experts, as far as the driver goes.
         scores: [num_layers, num_experts], which experts come first where not all can be locked (higher first); None: layers take turns.
         locker: locks the memory; None: the device's.
 
     Attributes:
-        num_layers, num_experts, expert_bytes: as of `HostStore`.
+        pages: how experts lie in pages.
+        num_layers, num_experts: as of `HostStore`; expert_bytes: of one expert's pages.
         stride_bytes: from one expert to the next in locked memory: expert_bytes rounded up to 4096.
         pointers: int64 [num_layers, num_experts], the address of each expert as the device sees it; 0: it cannot read this one.
         pinned: bool [num_layers, num_experts], which ones those are.
@@ -61,6 +64,7 @@ class PinnedHost:
         device: torch.device,
         progress: Callable[[int, int], None] | None = None,
         *,
+        pages: ExpertPages | None = None,
         budget: int | None = None,
         scores: NDArray[np.float64] | None = None,
         locker: Locker | None = None,
@@ -68,17 +72,19 @@ class PinnedHost:
         config = source.config
         self.num_layers = len(config.moe_layers)
         self.num_experts = config.num_experts
-        self.dtype = source.expert_dtype
-        self._f, self._d = config.expert_intermediate, config.hidden_size
-        self.expert_bytes = expert_bytes(config, self.dtype.itemsize)
+        if pages is None:
+            formats = formats_of(source)
+            experts = None if formats is None else formats.experts
+            pages = ExpertPages.build(config, source.expert_dtype.itemsize, experts, MAX_PAGE_BYTES)
+        self.pages = pages
+        self.expert_bytes = pages.expert_bytes
         self.stride_bytes = -(-self.expert_bytes // ALIGNMENT) * ALIGNMENT
         self.bytes_read = 0
         self.brought = 0
         self.shared = False
         self.refused = False
-        self._source, self._moe_layers = source, config.moe_layers
         self._locker = locker_for(device) if locker is None else locker
-        self._files = ExpertFiles(source)
+        self._files = ExpertFiles(source, pages)
         self._progress = progress or (lambda done, total: None)
         self._pieces: list[tuple[int, int]] = []  # first slot and number of slots of each locked piece
         self._piece_of: list[int] = []  # of each slot
@@ -141,16 +147,21 @@ class PinnedHost:
             "when they need those.",
         )
 
-    def expert(self, layer: int, expert: int) -> ExpertTensors:
-        """Views of one expert of a MoE layer. Counts as a read of the host tier."""
+    def content(self, layer: int, expert: int) -> Tensor:
+        """The bytes of one expert's pages, page-locked or just read: uint8 [expert_bytes]. Counts as a read of the host tier."""
         self.bytes_read += self.expert_bytes
         slot = int(self._slots[layer, expert])
-        if slot < 0:
-            return self._source.expert(self._moe_layers[layer], expert)
-        whole = self._bytes(slot, 1).view(self.dtype)
-        size = self._f * self._d
-        gate, up, down = whole[:size], whole[size : 2 * size], whole[2 * size : 3 * size]
-        return ExpertTensors(gate.view(self._f, self._d), up.view(self._f, self._d), down.view(self._d, self._f))
+        if slot >= 0:
+            return self._bytes(slot, 1)
+        content = torch.empty(self.expert_bytes, dtype=torch.uint8)
+        self._files.read(layer, expert, content)
+        return content
+
+    def copy_to(self, view: PageView, layer: int, expert: int, pages: Sequence[int]) -> None:
+        """See `HostTier.copy_to`; for pools in main memory."""
+        for page, part in zip(pages, self.content(layer, expert).view(len(pages), -1), strict=True):
+            # numpy and not torch: see `memory.views.copy_in_pieces`.
+            np.copyto(view.pool.bytes_of(page, part.numel()).numpy(), part.numpy())
 
     def joined(self, layer: int, expert: int, following: int) -> bool:
         """Whether `following` begins where `expert` ends, so that both are one run of bytes that the copy engine takes at once."""
@@ -168,7 +179,7 @@ class PinnedHost:
         """Copy one expert's bytes, page-locked or not, to `out`, uint8 [expert_bytes] in main memory. From any thread."""
         slot = int(self._slots[layer, expert])
         if slot < 0:
-            self._files.read(self._moe_layers[layer], expert, out)
+            self._files.read(layer, expert, out)
         else:
             np.copyto(out.numpy(), self._bytes(slot, 1).numpy())
 
@@ -225,7 +236,7 @@ class PinnedHost:
 
     def _read_slot(self, slot: int) -> None:
         layer, expert = self._contents[slot]
-        self._files.read(self._moe_layers[layer], expert, self._bytes(slot, 1))
+        self._files.read(layer, expert, self._bytes(slot, 1))
 
     def _lock(self, start: int, stop: int) -> bool:
         """Lock slots start to stop, which follow those locked so far; fewer where the driver refuses. Returns whether all were locked."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from rimuru_cli.engine.config import EngineConfig, page_division, page_geometry
+from rimuru_cli.engine.config import DEFAULT_STATES, EngineConfig, expert_pages, page_division, page_geometry
+from rimuru_cli.engine.device.hybrid_plan import mixer_bytes, undo_bytes
+from rimuru_cli.engine.experts.pages import ExpertPages
 from rimuru_cli.engine.memory.division import Division
 from rimuru_cli.engine.memory.geometry import CHUNK_BYTES, GUARD_BYTES, SMALL_POOL, PageKind, PoolGeometry
-from rimuru_kernels.sizes import moe_workspace_bytes
+from rimuru_kernels.sizes import moe_workspace_bytes, packed_linear_bytes
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError
 from rimuru_models.layout import dense_bytes
+from rimuru_models.quantization.formats import WeightFormats
 
 MIB = 1 << 20
 MOST_OF_MEMORY = 0.85
@@ -23,13 +26,6 @@ _LIBRARIES = 448 * MIB
 _AHEAD = 256 * MIB
 _LEAST_CONTEXT = 512
 DEVICE_SHARE = 0.92
-
-
-def why_not_on_a_device(model: ModelConfig) -> str | None:
-    """Why a model is computed on the CPU although there is a device, a phrase to show to a person; None when it need not be."""
-    if model.recurrent is not None:
-        return f"the recurrent layers of {model.architecture} are computed on the CPU only so far"
-    return None
 
 
 def device_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int:
@@ -81,6 +77,7 @@ class DevicePlan:
         most_pool: a larger pool is of no use.
     """
 
+    experts: ExpertPages
     geometry: PoolGeometry
     block_tokens: int
     ceiling: int
@@ -100,34 +97,45 @@ class DevicePlan:
 
 
 def plan_device_memory(
-    model: ModelConfig, dtype: Sized, config: EngineConfig, *, program: int, free: int, max_batch_tokens: int
+    model: ModelConfig,
+    dtype: Sized,
+    config: EngineConfig,
+    *,
+    program: int,
+    free: int,
+    max_batch_tokens: int,
+    formats: WeightFormats | None = None,
 ) -> DevicePlan:
     """Divide the ceiling (or most of what is free).
 
     Args:
-        dtype: of weights, activations and the KV cache.
+        dtype: of plain weights, activations and the KV cache.
         program: bytes of the device that are in use before loading.
         free: bytes that are free.
+        formats: what the weights are stored as; None: plain numbers.
 
     Raises:
         DoesNotFitError: the ceiling is too small; says the minimum.
     """
     size = dtype.itemsize
-    geometry, block_tokens = page_geometry(model, size, config)
+    geometry, block_tokens = page_geometry(model, size, config, formats)
+    lying = expert_pages(model, size, config, formats)
     layers, pages = len(model.moe_layers), geometry.pages_per_expert
     floor = device_floor(model.num_experts, model.top_k, config.expert_offload_limit)
     context = min(model.max_positions, config.context or model.max_positions)
-    dense = dense_bytes(model, size)
+    dense = dense_bytes(model, size, None if formats is None else formats.dense)
     tokens = min(max_batch_tokens, context)
     workspace = _workspace(model, size, tokens, config.max_sequences, context, block_tokens) + _LIBRARIES
+    if formats is not None and formats.dense:
+        workspace += packed_linear_bytes(max(model.hidden_size, model.num_heads * model.head_dim), size)
     fixed = program + dense + workspace
     per_huge = geometry.pages_per_huge(PageKind.EXPERT)
     division, kv_layers = page_division(model, geometry), len(model.attention_layers)
     base = (layers * floor + least_buffer_experts(model.num_experts - floor)) * pages
 
-    def pool_of(context: int) -> int:
+    def pool_of(context: int, states: int = 1) -> int:
         kv_pages = -(-context // block_tokens) * kv_layers
-        return division.huge_pages(base, kv_pages, 1) * geometry.huge_page_bytes
+        return division.huge_pages(base, kv_pages, states) * geometry.huge_page_bytes
 
     minimum = fixed + backed_bytes(pool_of(min(context, _LEAST_CONTEXT)))
     ceiling = config.memory_bytes
@@ -144,13 +152,15 @@ def plan_device_memory(
             hint=f"Give at least --memory {-(-minimum // MIB)}MiB.",
         )
     everything = max(base, layers * model.num_experts * pages)
-    most = (everything // per_huge + 64) * geometry.huge_page_bytes + pool_of(context * config.max_sequences) - pool_of(0)
+    texts = pool_of(context * config.max_sequences, config.max_sequences * DEFAULT_STATES) - pool_of(0, 0)
+    most = (everything // per_huge + 64) * geometry.huge_page_bytes + texts
     room = ceiling - fixed
     if room >= SMALL_POOL:
         room -= room % CHUNK_BYTES + GUARD_BYTES  # see backed_bytes
     pool = min(room // geometry.huge_page_bytes * geometry.huge_page_bytes, most)
     kv_pages = division.kv_pages(pool // geometry.huge_page_bytes, base, 1)
     return DevicePlan(
+        experts=lying,
         geometry=geometry,
         block_tokens=block_tokens,
         ceiling=ceiling,
@@ -176,10 +186,11 @@ def pinned_budget(available: int) -> int:
 
 
 def _workspace(model: ModelConfig, size: int, tokens: int, sequences: int, context: int, block_tokens: int) -> int:
-    heads = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    heads = (model.num_heads * (2 if model.gated_attention else 1) + 2 * model.num_kv_heads) * model.head_dim
     widest = 3 * max(model.dense_intermediate or 0, model.shared_intermediate or 0)
-    activations = tokens * size * (8 * model.hidden_size + 5 * heads + widest) + tokens * 16 * model.num_experts
+    mixer = max(5 * heads * tokens * size, mixer_bytes(model, size, tokens, sequences))
+    activations = tokens * size * (8 * model.hidden_size + widest) + mixer + tokens * 16 * model.num_experts
     moe = moe_workspace_bytes(tokens, model.top_k, model.num_experts, model.expert_intermediate, model.hidden_size, size)
     logits = 4 * sequences * model.vocab_size * 4
-    tables = model.num_layers * sequences * (-(-context // block_tokens) + 1) * 4
-    return activations + moe + logits + tables
+    tables = len(model.attention_layers) * sequences * (-(-context // block_tokens) + 1) * 4
+    return activations + moe + logits + tables + undo_bytes(model, size, sequences)

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rimuru_cli.engine.device.mirror import TablesMirror
 from rimuru_cli.engine.device.pinned_host import PinnedHost
+from rimuru_cli.engine.experts.packed_view import PageView
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.residency import Residency, ResidencyPicture
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import ExpertView
 from rimuru_kernels.expert_fetch import COUNTER_NAMES, LayerResidency
 
 
@@ -52,7 +52,7 @@ class DeviceResidency(Residency):
     def __init__(
         self,
         pool: PagePool,
-        view: ExpertView,
+        view: PageView,
         host: PinnedHost,
         ranking: ExpertRanking,
         loader: Loader,
@@ -179,10 +179,8 @@ class DeviceResidency(Residency):
             super()._copy(layer, expert, pages)
             return
         with torch.cuda.stream(self._stream):
-            source = self._host.expert(layer, expert)
-            for tiles, whole in zip(self.view.expert(pages), source, strict=True):
-                for tile, rows in zip(tiles, whole.chunk(len(tiles)), strict=True):
-                    tile.copy_(rows, non_blocking=True)
+            for page, part in zip(pages, self._tier.content(layer, expert).view(len(pages), -1), strict=True):
+                self._pool.bytes_of(page, part.numel()).copy_(part, non_blocking=True)
         self._stream.synchronize()
 
     def _show(self, layer: int, expert: int, pages: list[int]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -16,6 +17,7 @@ from rimuru_cli.engine.device.kv_cache import DeviceKVCache
 from rimuru_cli.engine.device.lending import Lender
 from rimuru_cli.engine.device.replay import ReplayedRouting
 from rimuru_cli.engine.device.residency import DeviceResidency
+from rimuru_cli.engine.device.states import DeviceStates
 from rimuru_cli.engine.device.streaming import ScratchPages, StreamBuffers
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.page_pool import PagePool
@@ -50,7 +52,11 @@ class _Ahead:
 
 
 class DeviceRunner:
-    """Runs the model over a plan and returns the logits that are sampled from."""
+    """Runs the model over a plan and returns the logits that are sampled from.
+
+    Args:
+        states: of the recurrent layers; None where the model has none. free_up: see `Lender`.
+    """
 
     def __init__(
         self,
@@ -63,17 +69,21 @@ class DeviceRunner:
         scratch: ScratchPages,
         *,
         graphs: bool,
+        states: DeviceStates | None = None,
+        free_up: Callable[[int], bool] | None = None,
     ) -> None:
         self._model = model
         self._cache = cache
         self._experts = experts
         self._blocks = blocks
         self._scratch = scratch
-        self._lender = Lender(pool, residency, blocks, experts, scratch)
+        self._states = states
+        self._lender = Lender(pool, residency, blocks, experts, scratch, free_up)
         self._graphs_wanted = graphs and pool.data.is_cuda
         # By rows, and by the recorded routing that is replayed, if any: where it lies is part of a graph.
         self._graphs: dict[tuple[int, ReplayedRouting | None], _Captured] = {}
         self._graph_pool: Any = None
+        self._logits: Tensor | None = None
         self._decoded: list[ScheduledRows] | None = None  # the plan of the step just queued, if the next may be launched ahead
         self._ahead: _Ahead | None = None
 
@@ -83,9 +93,11 @@ class DeviceRunner:
         if ahead is not None:
             if self._is(ahead, plan):
                 self._experts.take_counters()
+                self._done()
                 self._decoded = list(plan)
                 return ahead.logits
             self._experts.rewind(ahead.marks)
+        self._take_back()
         order = sorted(range(len(plan)), key=lambda i: plan[i].count != 1)
         ordered = [plan[i] for i in order]
         tokens: list[int] = []
@@ -99,17 +111,23 @@ class DeviceRunner:
         with undisturbed():
             buffers = self._lender.lend(len(tokens), on_demand=on_demand)
         self._cache.begin_step(ordered, tokens)  # only now: making room may have moved pages
-        # Kernel by kernel the host can just as well look after every layer at once.
-        unserved = self._graphs_wanted or not self._experts.needs_service
+        if self._states is not None:
+            self._states.begin_step(ordered)
+        # Kernel by kernel the host can just as well look after every layer at once; so it has to where a step could not be taken back.
+        unserved = not self._experts.needs_service or (self._graphs_wanted and self._can_take_back(ordered))
         if decode and on_demand and len(sampled) == len(tokens) and self._experts.recorder is None and unserved:
             marks = self._experts.marks() if self._experts.needs_service else []
+            if self._experts.needs_service:
+                self._save(ordered)
             logits = self._decode(len(tokens))
             self._experts.take_counters()
             if not self._experts.needs_service:
                 self._decoded = ordered
             elif self._experts.lacked():
                 self._experts.rewind(marks)
+                self._take_back()
                 logits = self._model.logits(self._eager(len(tokens), None, on_demand=True))
+            self._done()
             return logits
         hidden = self._eager(len(tokens), buffers, on_demand=on_demand)
         return self._model.logits(hidden[torch.tensor(sampled, device=hidden.device)]) if sampled else None
@@ -118,7 +136,7 @@ class DeviceRunner:
         """Queue the next decode step before the host knows this one's tokens, so that the device need not wait for the host.
 
         If the next plan is just that step, its result is there; if not, it was computed in vain: keys and values that it stored lie behind
-        the end of their sequences, and experts that it exchanged change no result.
+        the end of their sequences, experts that it exchanged change no result, and states are brought back (`Undo`).
 
         Args:
             likeliest: int64 [R] on the device, the tokens that the rows will have said.
@@ -127,9 +145,12 @@ class DeviceRunner:
         plan, self._decoded = self._decoded, None
         if plan is None or not self._cache.holds(plan) or not all(self._goes_on(rows.sequence) for rows in plan):
             return
+        if not self._can_take_back(plan) or (self._states is not None and not self._states.holds(plan)):
+            return
         if self._experts.recorder is not None or self._experts.scratch_needed(len(plan)) > self._scratch.experts:
             return
         marks = self._experts.marks()
+        self._save(plan)
         self._cache.advance(likeliest)
         logits = self._decode(len(plan))
         places = [(rows.sequence, rows.sequence.computed + 1) for rows in plan]
@@ -143,6 +164,8 @@ class DeviceRunner:
         """Whether the step that was launched ahead is the one that is planned now."""
         if len(plan) != len(ahead.places) or self._experts.recorder is not None or self._experts.override is not ahead.override:
             return False
+        if self._states is not None and not self._states.undo.holds([rows.sequence.states for rows in plan]):
+            return False
         return all(
             rows.count == 1
             and rows.sequence is sequence
@@ -150,6 +173,22 @@ class DeviceRunner:
             and sequence.tokens[computed] == token
             for rows, (sequence, computed), token in zip(plan, ahead.places, ahead.tokens[: len(plan)].tolist(), strict=True)
         )
+
+    def _can_take_back(self, plan: Sequence[ScheduledRows]) -> bool:
+        """Whether a step of these sequences may be queued although it may turn out not to be wanted."""
+        return self._states is None or len(plan) <= self._states.undo.sequences
+
+    def _save(self, plan: Sequence[ScheduledRows]) -> None:
+        if self._states is not None:
+            self._states.undo.save([rows.sequence.states for rows in plan if rows.sequence.states is not None])
+
+    def _done(self) -> None:
+        if self._states is not None:
+            self._states.undo.done()
+
+    def _take_back(self) -> None:
+        if self._states is not None:
+            self._states.undo.take_back()
 
     def _decode(self, rows: int) -> Tensor:
         """Logits [rows, vocab] of a step of one row a sequence, misses fetched by the device; its counters are sent."""
@@ -175,7 +214,14 @@ class DeviceRunner:
 
     def _run(self, rows: int) -> Tensor:
         cache = self._cache
-        context = ForwardContext(positions=cache.positions[:rows], kv=cache, experts=self._experts, projected=cache, routed=self._experts)
+        context = ForwardContext(
+            positions=cache.positions[:rows],
+            kv=cache,
+            experts=self._experts,
+            projected=cache,
+            routed=self._experts,
+            recurrent=self._states,
+        )
         self._experts.begin_forward()
         return self._model.forward(cache.tokens[:rows], context)
 
@@ -191,23 +237,35 @@ class DeviceRunner:
         return captured.logits
 
     def _capture(self, rows: int) -> _Captured:
-        """Run once to compile and warm up, then capture. Both really compute; keys and values are simply stored again."""
-        marks, stream = self._experts.marks(), _capture_stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(self._experts.warm_ups):
-                self._model.logits(self._run(rows))
-        torch.cuda.current_stream().wait_stream(stream)
+        """Run once to compile and warm up, then capture. Both really compute, without states; keys and values are simply stored again."""
+        marks, stream, logits = self._experts.marks(), _capture_stream(), self._place_of_logits()
+        with nullcontext() if self._states is None else self._states.set_aside():
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                for _ in range(self._experts.warm_ups):
+                    self._model.logits(self._run(rows))
+            torch.cuda.current_stream().wait_stream(stream)
         self._experts.rewind(marks)
         graph = torch.cuda.CUDAGraph()
         # Experts may be arriving meanwhile: what their thread asks of the driver is none of the capture's business.
         with torch.cuda.graph(graph, pool=self._graph_pool, stream=stream, capture_error_mode="thread_local"):
-            logits = self._model.logits(self._run(rows))
+            logits[:rows].copy_(self._model.logits(self._run(rows)))
         self._graph_pool = graph.pool()
-        return _Captured(graph, logits)
+        return _Captured(graph, logits[:rows])
+
+    def _place_of_logits(self) -> Tensor:
+        """Float32 [most rows of a graph, vocab], where all graphs leave their result: one for each of them would be gigabytes."""
+        if self._logits is None:
+            most = min(MAX_ON_DEMAND_ROWS, len(self._cache.seq_lens))
+            self._logits = torch.empty(most, self._model.config.vocab_size, dtype=torch.float32, device=self._cache.seq_lens.device)
+        return self._logits
 
 
 @cache
 def _capture_stream() -> torch.cuda.Stream:
-    """One for all captures of the process: for every stream that multiplies matrices, libraries keep a workspace of some 32 MiB."""
-    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    """One for all captures of the process: for every stream that multiplies matrices, libraries keep a workspace of some 32 MiB.
+
+    Of the streams with priority, because torch hands out the same 32 plain ones in turn: sooner or later a thread that brings experts would
+    get this one, and its copies would be taken for part of a graph.
+    """
+    return torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]

@@ -101,7 +101,7 @@ class PooledExperts:
         f, d = expert_shape
         self._f, self._d = f, d
         # Workspace for the experts of one token that cannot be used where they lie: one slot for each of the k.
-        self._slots = [(torch.empty(2 * f, d), torch.empty(d, f)) for _ in range(top_k)]
+        self._slots = self._make_slots()
         self._token_space = TokenWorkspace(top_k, f, d)
         self._single = (torch.empty(f, d), torch.empty(f, d), torch.empty(d, f))
         self._stream: ExpertStream | None = None
@@ -114,6 +114,9 @@ class PooledExperts:
         self.row_hits: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self.streamed_steps = 0
         self.recorder: Recorder | None = None
+
+    def _make_slots(self) -> list[tuple[Tensor, Tensor]]:
+        return [(torch.empty(2 * self._f, self._d), torch.empty(self._d, self._f)) for _ in range(self._top_k)]
 
     def begin_step(self, num_tokens: int) -> None:
         """Prepare for a forward pass over `num_tokens` rows; residency stays as it is until `end_step`, except for one-row swaps."""
@@ -207,14 +210,18 @@ class PooledExperts:
             waited += time.perf_counter() - asked
             if item is None:
                 break
-            expert, (gate, up, down) = item
+            expert, parts = item
             rows = slice(int(starts[expert]), int(starts[expert + 1]))
-            contributions[order[rows]] = expert_ffn(x[tokens[rows]], gate, up, down, weights[rows])
+            contributions[order[rows]] = self._expert(index, x[tokens[rows]], parts, weights[rows])
         self._costs.observe_compute(num_tokens, max(0.0, time.perf_counter() - started - waited))
         return contributions.view(num_tokens, k, self._d).sum(1)
 
-    def _experts(self, index: int, counts: list[int]) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-        """The selected experts of a layer with their float32 weights: residents first, then absent ones as they arrive."""
+    def _expert(self, index: int, x: Tensor, tiles: ExpertTiles, weights: Tensor) -> Tensor:
+        """One expert of MoE layer `index` over some tokens: x [R, d], weights [R] -> [R, d]."""
+        return expert_ffn(x, *self._float_weights(index, tiles), weights)
+
+    def _experts(self, index: int, counts: list[int]) -> Iterator[tuple[int, ExpertTiles]]:
+        """The selected experts of a layer, valid until the next is asked for: residents first, then absent ones as they arrive."""
         absent = []
         for expert, count in enumerate(counts):
             if not count:
@@ -223,18 +230,22 @@ class PooledExperts:
             if tiles is None:
                 absent.append(expert)
             else:
-                yield expert, self._float_weights(tiles)
+                yield expert, tiles
         if self._stream is not None:
             for expert, tiles in self._stream.take(index):
                 if counts[expert]:
-                    yield expert, self._float_weights(tiles)
+                    yield expert, tiles
             return
         for expert in absent:
-            stored = self._host.expert(index, expert)
-            yield expert, self._float_weights(([stored.gate], [stored.up], [stored.down]))
+            yield expert, self._absent(index, expert)
 
-    def _float_weights(self, tiles: ExpertTiles) -> tuple[Tensor, Tensor, Tensor]:
-        """An expert's projections as float32; valid until the next call."""
+    def _absent(self, index: int, expert: int) -> ExpertTiles:
+        """An absent expert; valid until the next call."""
+        stored = self._host.expert(index, expert)
+        return [stored.gate], [stored.up], [stored.down]
+
+    def _float_weights(self, index: int, tiles: ExpertTiles) -> tuple[Tensor, Tensor, Tensor]:
+        """Projections of an expert of MoE layer `index` as float32; valid until the next call."""
         out = []
         for parts, target in zip(tiles, self._single, strict=True):
             if len(parts) == 1 and parts[0].dtype == torch.float32:

@@ -6,10 +6,22 @@ larger than the memory ceiling runs, and why a missing expert need not be copied
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
+from rimuru_cli.engine.experts.packed_view import PackedView, PageView
+from rimuru_cli.engine.experts.pages import ExpertPages
+from rimuru_cli.engine.experts.plane_products import PlaneTile
+from rimuru_cli.engine.memory.views import copy_in_pieces
+from rimuru_kernels.packed_weights import Codes, pack
+from rimuru_models.dense import cut
 from rimuru_models.layout import expert_bytes
-from rimuru_models.weights import CheckpointReader, ExpertTensors
+from rimuru_models.readers import Reader
+from rimuru_models.weights import ExpertTensors
 
 
 class HostTier(Protocol):
@@ -21,8 +33,8 @@ class HostTier(Protocol):
     bytes_read: int
     brought: int
 
-    def expert(self, layer: int, expert: int) -> ExpertTensors:
-        """Gate and up [f, d], down [d, f] of one expert of a MoE layer, as stored."""
+    def copy_to(self, view: PageView, layer: int, expert: int, pages: Sequence[int]) -> None:
+        """Bring one expert of a MoE layer into its pages of the pool."""
         ...
 
 
@@ -32,25 +44,87 @@ class HostStore:
     Attributes:
         num_layers: MoE layers.
         num_experts: experts of each.
-        expert_bytes: bytes of one expert's three projections as stored.
+        expert_bytes: bytes of one expert's three projections as stored; of its pages where experts are packed.
         brought: always 0; a device's host tier counts here what its device cannot read by itself.
     """
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: Reader, pages: ExpertPages | None = None) -> None:
+        """`pages`: how experts lie in the pool's; None: all are plain."""
         config = reader.config
         self.num_layers = len(config.moe_layers)
         self.num_experts = config.num_experts
-        self.expert_bytes = expert_bytes(config, reader.expert_dtype.itemsize)
+        self._reader, self._moe_layers, self._pages = reader, config.moe_layers, pages
+        packed = pages is not None and pages.packed
+        self.expert_bytes = pages.expert_bytes if pages is not None and packed else expert_bytes(config, reader.expert_dtype.itemsize)
+        self._held: dict[tuple[int, int], tuple[list[Tensor], int]] = {}
         self.bytes_read = 0
         self.brought = 0
         # All views at once: a file that is gone shows now and not in the middle of an answer, and no small object made then lies between
         # the large temporary tensors of a step, where it would keep the process from giving their memory back.
-        self._experts = [list(reader.experts(layer)) for layer in config.moe_layers]
+        plain = [pages is None or formats is None for formats in (pages.layers if pages is not None else config.moe_layers)]
+        # Not where they have to be converted: then all of them would lie in memory, four bytes a weight.
+        self._experts = [
+            list(reader.experts(layer)) if own and reader.expert_extents(layer, 0) is not None else []
+            for layer, own in zip(config.moe_layers, plain, strict=True)
+        ]
 
     def expert(self, layer: int, expert: int) -> ExpertTensors:
-        """Views of one expert: gate and up [f, d], down [d, f], in the checkpoint's dtype. Counts as a read of the host tier."""
+        """Gate and up [f, d], down [d, f] of one expert: views where the files hold them as numbers. Counts as a read of the host tier."""
         self.bytes_read += self.expert_bytes
-        return self._experts[layer][expert]
+        views = self._experts[layer]
+        return views[expert] if views else self._reader.expert(self._moe_layers[layer], expert)
+
+    def hold(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+        """This thread has just written an expert into these pages, which stay as they are until `let_go`.
+
+        If it wants the expert elsewhere, it copies them.
+        """
+        self._held[layer, expert] = list(pages), threading.get_ident()
+
+    def let_go(self) -> None:
+        """What was held may change from now on."""
+        self._held.clear()
+
+    def write(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+        """Write one expert into pages uint8 [page_bytes] of a model of which some layers are packed. Counts as a read of the host tier."""
+        assert self._pages is not None, "pages of bytes hold packed experts"
+        per = self._pages.tiles
+        if self._pages.layers[layer] is not None:
+            self.bytes_read += self.expert_bytes
+            if not any(self._pages.in_planes(layer, projection) for projection in range(3)):
+                self._reader.expert_packed(self._moe_layers[layer], expert, pages)
+                return
+            for projection, codes in enumerate(self._reader.expert_codes(self._moe_layers[layer], expert)):
+                self._write_codes(layer, projection, codes, pages[projection * per : (projection + 1) * per])
+            return
+        for projection, whole in enumerate(self.expert(layer, expert)):
+            for page, rows in zip(pages[projection * per : (projection + 1) * per], whole.chunk(per), strict=True):
+                copy_in_pieces(page[: rows.numel() * 4].view(torch.float32).view(rows.shape), rows)
+
+    def _write_codes(self, layer: int, projection: int, codes: Codes, pages: Sequence[Tensor]) -> None:
+        assert self._pages is not None
+        fmt = self._pages.format(layer, projection)
+        assert fmt is not None
+        rows, columns = self._pages.tile_shape(projection)
+        for index, page in enumerate(pages):
+            tile = cut(codes, fmt, index * rows, (index + 1) * rows)
+            if self._pages.in_planes(layer, projection):
+                PlaneTile(fmt, rows, columns).write(tile, page)
+            else:
+                pack(tile, fmt, page)
+
+    def copy_to(self, view: PageView, layer: int, expert: int, pages: Sequence[int]) -> None:
+        """See `HostTier.copy_to`."""
+        if isinstance(view, PackedView):
+            targets = [view.pool.bytes_of(page, view.pages.page_bytes) for page in pages]
+            held, thread = self._held.get((layer, expert), ([], 0))
+            if thread == threading.get_ident():
+                for target, source in zip(targets, held, strict=True):
+                    target.copy_(source)
+            else:
+                self.write(layer, expert, targets)
+        else:
+            view.write(pages, *self.expert(layer, expert))
 
     def close(self) -> None:
         """Nothing to give up: the views belong to the reader."""

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rimuru_cli.engine.experts.host_store import HostTier
+from rimuru_cli.engine.experts.packed_view import PageView
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import ExpertView
 from rimuru_cli.engine.turns import undisturbed
 
 _FIRST = 64  # experts that are wanted at once, mostly
@@ -61,7 +61,7 @@ class Residency:
     def __init__(
         self,
         pool: PagePool,
-        view: ExpertView,
+        view: PageView,
         host: HostTier,
         ranking: ExpertRanking,
         loader: Loader,
@@ -290,8 +290,7 @@ class Residency:
         self.counts[layer] -= 1
 
     def _copy(self, layer: int, expert: int, pages: list[int]) -> None:
-        source = self._host.expert(layer, expert)
-        self.view.write(pages, source.gate, source.up, source.down)
+        self._host.copy_to(self.view, layer, expert, pages)
 
     def _show(self, layer: int, expert: int, pages: list[int]) -> None:
         self.entries[layer, expert] = pages

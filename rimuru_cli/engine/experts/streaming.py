@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 
 from rimuru_cli.engine.experts.host_store import HostStore
+from rimuru_cli.engine.experts.packed_view import PageView
 from rimuru_cli.engine.experts.residency import ExpertTiles
 from rimuru_cli.engine.experts.transfer import Loader
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import ExpertView
 
 
 class LoadingBuffers:
@@ -24,7 +24,7 @@ class LoadingBuffers:
         capacity: experts a buffer holds.
     """
 
-    def __init__(self, pool: PagePool, view: ExpertView, *, capacity: int, pages_per_expert: int) -> None:
+    def __init__(self, pool: PagePool, view: PageView, *, capacity: int, pages_per_expert: int) -> None:
         self.capacity = capacity
         self._pool = pool
         self._view = view
@@ -46,8 +46,7 @@ class LoadingBuffers:
     def fill(self, half: int, host: HostStore, layer: int, experts: Sequence[int]) -> None:
         """Copy experts of one layer into a buffer (runs on the loader's thread)."""
         for pages, expert in zip(self._slots[half], experts, strict=False):
-            source = host.expert(layer, expert)
-            self._view.write(pages, source.gate, source.up, source.down)
+            host.copy_to(self._view, layer, expert, pages)
 
     def tiles(self, half: int, slot: int) -> ExpertTiles:
         """Views of the expert in a slot of a buffer."""

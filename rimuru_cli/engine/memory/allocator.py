@@ -310,18 +310,18 @@ class PageAllocator:
             split.shelf.num_free += split.num_free
             split.shelf.put(split)
 
-    def _splits_in(self, numbers: Iterable[int]) -> Iterator[Split]:
-        for number in numbers:
-            split = self._split_huge.get(number)
-            if split is not None:
-                yield split
-                yield from split.inner.values()
+    def _splits_in(self, numbers: set[int]) -> Iterator[Split]:
+        # Most of what is withheld is the part of the reserve that never had memory: tens of thousands of pages, none of them split.
+        for number in sorted(self._split_huge.keys() & numbers):
+            split = self._split_huge[number]
+            yield split
+            yield from split.inner.values()
 
     def held_in_withheld(self, kind: PageKind) -> list[int]:
         """Owned pages of a kind that lie in withheld huge pages, ascending."""
         return [
             page
-            for split in self._splits_in(sorted(self._withheld))
+            for split in self._splits_in(self._withheld)
             if split.shelf.kind is kind
             for page in child_entries(split, owned_children(split))
         ]

@@ -125,7 +125,7 @@ class Driver:
         self._call("cuMemMap", address, num_bytes, 0, handle, 0)
 
     def unmap(self, address: int, num_bytes: int) -> None:
-        """Take it away; only whole mappings."""
+        """Take it away; whole mappings that follow each other, one or several."""
         self._call("cuMemUnmap", address, num_bytes)
 
     def allow(self, address: int, num_bytes: int, device: int) -> None:

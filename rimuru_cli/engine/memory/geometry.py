@@ -16,6 +16,7 @@ Sizes are bytes throughout. No torch here.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
@@ -39,6 +40,8 @@ SMALL_POOL = 1 << 30
 """Below this size the pieces are the smallest that the driver makes."""
 
 MAX_EXPERTS_PER_HUGE_PAGE = 4
+HUGE_OF_SMALL_PAGES = 8 << 20
+"""Small pages, those of packed experts, may come in larger numbers: up to so many bytes in a huge page."""
 MAX_SSM_WASTE = Fraction(5, 100)
 MAX_KV_TAIL = Fraction(1, 100)
 
@@ -99,14 +102,10 @@ def expert_tiling(f: int, d: int, itemsize: int, max_page_bytes: int = MAX_PAGE_
     projection_bytes = f * d * itemsize
     if projection_bytes <= max_page_bytes:
         return 1
-    common = math.gcd(f, d)
     fewest = -(-projection_bytes // max_page_bytes)
-    for row_multiple in (128, 64, 1):
-        # t divides f / row_multiple and d / row_multiple exactly when both tile heights are multiples of row_multiple.
-        limit = common // row_multiple if common % row_multiple == 0 else 0
-        for t in range(fewest, limit + 1):
-            if limit % t == 0:
-                return t
+    for t in row_tilings(f, d):
+        if t >= fewest:
+            return t
     raise DoesNotFitError(
         f"An expert projection of {f} x {d} ({projection_bytes} bytes) cannot be cut into equal row tiles of at most "
         f"{max_page_bytes} bytes: {f} and {d} have no common divisor of {fewest} or more.",
@@ -114,12 +113,24 @@ def expert_tiling(f: int, d: int, itemsize: int, max_page_bytes: int = MAX_PAGE_
     )
 
 
+def row_tilings(f: int, d: int) -> Iterator[int]:
+    """Numbers of equal row tiles that matrices of f and of d rows can both be cut into, the preferred ones first: 1; those that leave
+    tiles of a multiple of 128 rows, fewest first; of 64 rows; any."""
+    yield 1
+    common = math.gcd(f, d)
+    for row_multiple in (128, 64, 1):
+        # t divides f / row_multiple and d / row_multiple exactly when both tile heights are multiples of row_multiple.
+        limit = common // row_multiple if common % row_multiple == 0 else 0
+        yield from (t for t in range(2, limit + 1) if limit % t == 0)
+
+
 def huge_page_bytes(expert_page_bytes: int, ssm_page_bytes: int | None) -> int:
     """Size P_h of a huge page for expert pages of P_e and SSM pages of P_s bytes (both multiples of ENTRY_BYTES).
 
     Without SSM pages P_h = P_e. With them P_h = lcm(P_e, P_s) where that is at most 16 MiB. Otherwise P_h = a·P_e with the smallest
-    a <= 4 whose SSM tail (P_h mod P_s) / P_h is at most 5 %, or, if there is none, the a <= 4 with the least tail. Experts are never
-    padded. Where even 4·P_e is smaller than one state, the four smallest a that hold a state are tried instead.
+    a <= 4 (small pages: as many as 8 MiB hold) whose SSM tail (P_h mod P_s) / P_h is at most 5 %, or, if there is none, the one with the
+    least tail. Experts are never padded. Where even 4·P_e is smaller than one state, as many a from the smallest on that holds a state
+    are tried instead.
     """
     if ssm_page_bytes is None:
         return expert_page_bytes
@@ -129,7 +140,8 @@ def huge_page_bytes(expert_page_bytes: int, ssm_page_bytes: int | None) -> int:
     first = 1
     if MAX_EXPERTS_PER_HUGE_PAGE * expert_page_bytes < ssm_page_bytes:
         first = -(-ssm_page_bytes // expert_page_bytes)
-    sizes = [a * expert_page_bytes for a in range(first, first + MAX_EXPERTS_PER_HUGE_PAGE)]
+    most = max(MAX_EXPERTS_PER_HUGE_PAGE, HUGE_OF_SMALL_PAGES // expert_page_bytes)
+    sizes = [a * expert_page_bytes for a in range(first, first + most)]
     wastes = [Fraction(size % ssm_page_bytes, size) for size in sizes]
     for size, waste in zip(sizes, wastes, strict=True):
         if waste <= MAX_SSM_WASTE:

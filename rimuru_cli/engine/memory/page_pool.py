@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,7 @@ BASE_ALIGNMENT = ALIGNMENT
 POISON = 0xFF
 """Repeated, this byte is NaN in float32, float16 and bfloat16."""
 
+_SELF_MOVES = 17  # more than 16 rows, since torch has another kernel for fewer
 _MOVED_AT_ONCE = 64 << 20  # bytes of the temporary copy when pages are moved; no step runs then, so its workspace is free
 
 
@@ -69,6 +71,15 @@ class PagePool:
         self._typed: dict[torch.dtype, Tensor] = {}
         if poison:
             self.data[:pool_bytes].fill_(POISON)
+        if reserve_bytes is not None and self.data.is_cuda:
+            self._load_kernels()
+
+    def _load_kernels(self) -> None:
+        """Move some pages onto themselves: a device loads a kernel when it is first used, which takes longer than moving gigabytes."""
+        for kind in self.geometry.kinds:
+            stride = self.geometry.layout(kind).stride_bytes
+            pages = [index * stride // ENTRY_BYTES for index in range(min(_SELF_MOVES, self.num_bytes // stride))]
+            self.move(kind, pages, pages)
 
     @property
     def reserve_bytes(self) -> int:
@@ -164,7 +175,8 @@ class PagePool:
         per_page = layout.stride_bytes // row
         words = self.typed(torch.int64)
         rows = words[: words.numel() // (row // 8) * (row // 8)].view(-1, row // 8)
-        first = torch.tensor([list(sources), list(targets)], device=self.data.device) * ENTRY_BYTES // row
+        entries = torch.from_numpy(np.array((sources, targets), dtype=np.int64))  # torch takes many times longer for lists
+        first = entries.to(self.data.device) * ENTRY_BYTES // row
         index = (first.unsqueeze(2) + torch.arange(per_page, device=self.data.device)).view(2, -1)
         at_once = max(1, _MOVED_AT_ONCE // row)
         for start in range(0, index.shape[1], at_once):

@@ -56,6 +56,7 @@ class _Text:
 
     slots: Ints
     last: TokenBlock | None = None
+    moves: int = 0
 
 
 class Collector:
@@ -157,7 +158,7 @@ class Collector:
             architecture=info.architecture,
             device=info.device,
             backend_reason=info.backend_reason,
-            precision=info.weight_dtype,
+            precision=f"{info.precision}, KV {info.kv_dtype}",
             num_layers=info.num_layers,
             moe_layers=parts.model.config.moe_layers,
             num_experts=info.num_experts,
@@ -209,9 +210,10 @@ class Collector:
 
     def _extend(self, text: _Text, sequence: Sequence) -> None:
         blocks, known = sequence.blocks, len(text.slots)
-        # Blocks are a path in a tree, so the last one tells them all.
-        if known > len(blocks) or (known and blocks[known - 1] is not text.last):
-            text.slots, known = text.slots[:0], 0
+        # Blocks are a path in a tree, so the last one tells them all, unless they were exchanged for others with the same tokens.
+        moves = self._engine.parts.blocks.moves
+        if known > len(blocks) or text.moves != moves or (known and blocks[known - 1] is not text.last):
+            text.slots, text.moves, known = text.slots[:0], moves, 0
         if known < len(blocks):
             new = np.array([block.slot for block in blocks[known:]], dtype=np.int32)
             size = self._engine.parts.blocks.block_tokens
@@ -254,6 +256,7 @@ class Collector:
             merges=allocator.merges,
             free_bytes=allocator.free_bytes,
             tail_bytes=allocator.tail_bytes,
+            states_not_kept=0 if parts.recurrent is None else parts.recurrent.room.skipped,
         )
 
     def _link_bytes(self) -> int:

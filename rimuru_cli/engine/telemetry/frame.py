@@ -37,7 +37,7 @@ class EngineIdentity:
         version: of rimuru.
         started: when the engine was loaded.
         device: "cpu", "cuda:0", ...; `backend_reason` says why this one (or the GPU's name).
-        precision: number format of the experts as stored, such as "bf16".
+        precision: number formats of experts, of all other matrices where they differ, and of keys and values, in words.
         moe_layers: model layers that have experts; row i of every layer x expert table is model layer `moe_layers[i]`.
         floor: experts of each MoE layer that are never retired.
         ceiling_bytes: the whole of what may be used: program, dense weights, workspace, pool.
@@ -120,6 +120,7 @@ class Counters:
         preemptions: sequences that had to give up their pages.
         splits, merges: of pages, so far.
         free_bytes, tail_bytes: of the pool.
+        states_not_kept: as of `Snapshot`.
     """
 
     step: int
@@ -146,6 +147,7 @@ class Counters:
     merges: int
     free_bytes: int
     tail_bytes: int
+    states_not_kept: int = 0
 
     @property
     def hit_rate(self) -> float | None:

@@ -13,7 +13,7 @@ import math
 import struct
 import types
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import MISSING, asdict, fields
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -49,7 +49,9 @@ TABLE_TYPES: dict[str, tuple[str, int]] = {
     "running": ("<i4", 1),
 }
 OPTIONAL_TABLES = frozenset({"hits", "layers"})
-_HINTS: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in (EngineIdentity, Counters, AdjusterRecord, CeilingAnswer)}
+_KINDS = (EngineIdentity, Counters, AdjusterRecord, CeilingAnswer)
+_HINTS: dict[type, dict[str, Any]] = {kind: get_type_hints(kind) for kind in _KINDS}
+_NEEDED: dict[type, set[str]] = {kind: {field.name for field in fields(kind) if field.default is MISSING} for kind in _KINDS}
 
 
 class HeadWriter:
@@ -195,11 +197,12 @@ def tables_of(arrays: dict[str, Array]) -> Tables:
 
 
 def _build(kind: type[T], raw: object) -> T:
-    """A frozen dataclass of plain values from a JSON object, every member checked."""
+    """A frozen dataclass of plain values from a JSON object, every member checked; those with a default may be missing, as they are in
+    older recordings."""
     hints = _HINTS[kind]
-    if not isinstance(raw, dict) or raw.keys() != hints.keys():
+    if not isinstance(raw, dict) or not _NEEDED[kind] <= raw.keys() <= hints.keys():
         raise DamagedTables(f"{kind.__name__} has other members")
-    return kind(**{name: _checked(name, hint, raw[name]) for name, hint in hints.items()})
+    return kind(**{name: _checked(name, hints[name], value) for name, value in raw.items()})
 
 
 def _checked(name: str, hint: Any, value: Any) -> Any:

@@ -134,3 +134,14 @@ def test_every_member_is_checked(sample: tuple[Head, Tables], change: Any) -> No
     FrameAssembler().frame(*unpacked(_edited(sample, lambda raw: None)))
     with pytest.raises(DamagedTables):
         FrameAssembler().frame(*unpacked(_edited(sample, change)))
+
+
+def test_counters_of_an_older_recording_lack_what_was_not_counted_then(sample: tuple[Head, Tables]) -> None:
+    head = replace(sample[0], counters=replace(sample[0].counters, states_not_kept=3))
+    raw = json.loads(HeadWriter().json(head))
+    assert head_of(raw).counters.states_not_kept == 3
+    del raw["counters"]["states_not_kept"]
+    assert head_of(raw).counters.states_not_kept == 0
+    del raw["counters"]["swaps"]
+    with pytest.raises(DamagedTables, match="other members"):
+        head_of(raw)

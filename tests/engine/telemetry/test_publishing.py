@@ -110,9 +110,11 @@ def test_every_frame_shows_the_pool_as_it_is(
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "2:3"])
-def test_recurrent_states_are_shown_where_they_are(name: str, tmp_path: Path, source: LiveSource, every_step: None) -> None:
+def test_recurrent_states_are_shown_where_they_are(
+    name: str, config: EngineConfig, tmp_path: Path, source: LiveSource, every_step: None
+) -> None:
     folder = write_hybrid(tmp_path / "model", name)
-    engine = load_engine(folder, 0.4, EngineConfig(max_batch_tokens=24, context=CONTEXT, adjuster=adversary(0)))
+    engine = load_engine(folder, 0.4, replace(config, max_batch_tokens=24, adjuster=adversary(0)))
     publisher = published(engine, tmp_path)
     wait_for(source, lambda frame: True)
     step, seen = engine.step, 0
