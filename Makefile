@@ -49,10 +49,12 @@ picture: venv  ## docs/dashboard.svg, the README's picture, from the demonstrati
 
 elasticity: venv  ## the pictures of docs/results/elasticity.md, simulated; the tables go to the terminal
 	"$(BIN)/rimuru" bench workload --case-study --simulate --limits --svg docs/results/elasticity-qwen1.5-32GiB.svg
-	"$(BIN)/rimuru" bench workload --case-study --simulate --model-shape qwen3-30b-a3b --vram 24GiB \
+	"$(BIN)/rimuru" bench workload --case-study --simulate --limits --model-shape qwen3-30b-a3b --vram 24GiB \
 		--svg docs/results/elasticity-qwen3-30b-24GiB.svg
 	"$(BIN)/rimuru" bench workload --case-study --simulate --model-shape qwen3-30b-a3b --vram 32GiB \
 		--svg docs/results/elasticity-qwen3-30b-32GiB.svg
+	"$(BIN)/rimuru" bench workload --case-study --simulate --limits --model-shape qwen3.5-35b-a3b --vram 24GiB \
+		--svg docs/results/elasticity-qwen3.5-35b-24GiB.svg
 
 wheel: venv  ## dist/*.whl, built from a clean copy of the sources
 	rm -rf build dist

@@ -23,6 +23,7 @@ from rimuru_cli.commands.fit import fit
 from rimuru_cli.commands.list import list_models
 from rimuru_cli.commands.profile_hotset import profile_hotset
 from rimuru_cli.commands.pull import pull
+from rimuru_cli.commands.quantize import quantize
 from rimuru_cli.commands.rm import rm
 from rimuru_cli.commands.run import run
 from rimuru_cli.commands.show import show
@@ -48,6 +49,7 @@ app.command(rich_help_panel=options.MODELS)(show)
 app.command(rich_help_panel=options.MODELS)(fit)
 app.command(rich_help_panel=options.MODELS)(verify)
 app.command(rich_help_panel=options.MODELS)(rm)
+app.command(rich_help_panel=options.TUNE)(quantize)
 app.command(rich_help_panel=options.TUNE)(profile_hotset)
 app.add_typer(bench_app, name="bench", rich_help_panel=options.TUNE)
 app.command(rich_help_panel=options.SETUP)(config)
@@ -118,7 +120,22 @@ def _asks_for_json(words: Sequence[str]) -> bool:
 
 
 def _command_words(words: Sequence[str]) -> str:
-    known = {"chat", "run", "dashboard", "pull", "list", "show", "fit", "verify", "rm", "profile-hotset", "bench", "config", "doctor"}
+    known = {
+        "chat",
+        "run",
+        "dashboard",
+        "pull",
+        "list",
+        "show",
+        "fit",
+        "verify",
+        "rm",
+        "profile-hotset",
+        "quantize",
+        "bench",
+        "config",
+        "doctor",
+    }
     return f"rimuru {words[0]}" if words and words[0] in known else "rimuru"
 
 

@@ -136,6 +136,16 @@ def _text(value: object) -> str:
     return value
 
 
+def _one_of(*words: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        word = str(value).strip().lower()
+        if word not in words:
+            raise UsageError(f"{str(value)[:40]!r} is not one of {', '.join(words)}.")
+        return word
+
+    return parse
+
+
 def _size(value: object) -> MemorySize:
     if isinstance(value, bool) or not isinstance(value, (str, int)):
         raise UsageError(f"{value!r} is not a size.", hint="Write it like 8GiB, 8GB, 8589934592 or 50%.")
@@ -168,6 +178,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("model", _text, "Model that `chat` talks to.", "rimuru-demo"),
     Setting("memory", _size, "Most memory the whole process may use.", "chosen for the model and the device"),
     Setting("context", _whole(1), "Most tokens of one conversation.", _MODELS_OWN),
+    Setting("kv", _one_of("auto", "q8"), "What the conversation's keys and values are stored as.", "auto, which is what is computed with"),
+    Setting("quant", _one_of("none", "int8", "int4"), "What to quantise experts to before loading them.", "none: as the files have them"),
     Setting("system", _text, "System prompt.", "none"),
     Setting("think", parse_switch, "Whether a model that can reason does so.", _MODELS_OWN),
     Setting("temperature", _number(0), "0 always takes the likeliest token; higher is more varied.", _MODELS_OWN, True),

@@ -12,7 +12,7 @@ import torch
 
 from rimuru_cli.bench.looking_on import watched
 from rimuru_cli.bench.yardstick import load_transformers
-from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.engine.config import EngineConfig, program_bytes
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import SamplingParams
 from rimuru_models.config import ModelConfig
@@ -24,13 +24,20 @@ ROUNDS = 3
 
 
 def run_decode_bench(
-    model_dir: Path, *, versus: str | None = None, tokens: int = 64, residency: float = 1.0, progress: Progress | None = None
+    model_dir: Path,
+    *,
+    versus: str | None = None,
+    other: Path | None = None,
+    tokens: int = 64,
+    residency: float = 1.0,
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Tokens per second of greedy decoding on the CPU after a prompt of 32 tokens.
 
     The engine runs fully resident and, if `residency` is below 1, also with about that share of experts resident. With
     `versus="transformers"` the same file is decoded by transformers in float32, our arithmetic, and in the checkpoint's dtype ("auto", what
-    it does unless told otherwise), with its default expert implementation. All runners take turns for three rounds; each one's best counts.
+    it does unless told otherwise), with its default expert implementation. `other` is another model, run in as much memory as the first
+    takes when it is fully resident: the same one in another precision, say. All runners take turns for three rounds; each one's best counts.
 
     Returns:
         JSON-able dict: settings, `rows` (runner, tokens_per_second, expert_hit_rate, resident_share, a ratio to each peer).
@@ -52,6 +59,13 @@ def run_decode_bench(
             )
             engines[name] = watched(Engine.load(model_dir, config))
             runners[name] = partial(_decode, engines[name], prompt, tokens)
+        if other is not None:
+            name = f"rimuru, {other.name}"
+            info = engines["rimuru"].info
+            same = info.dense_bytes + info.workspace_bytes + info.pool_bytes + program_bytes()
+            config = EngineConfig(context=PROMPT_TOKENS + tokens + 1, device="cpu", memory_bytes=same)
+            engines[name] = watched(Engine.load(other, config))
+            runners[name] = partial(_decode, engines[name], prompt, tokens)
         if versus == "transformers":
             for dtype in ("float32", "auto"):
                 runners[f"transformers, {dtype}"] = _transformers_runner(model_dir, prompt, tokens, dtype)
@@ -61,7 +75,7 @@ def run_decode_bench(
                 best[name] = max(best[name], run())
                 if progress is not None:
                     progress("decoding", done * len(runners) + index + 1, ROUNDS * len(runners))
-        peers = {name: speed for name, speed in best.items() if name.startswith("transformers")}
+        peers = {name: speed for name, speed in best.items() if name.startswith("transformers") or (other and name.endswith(other.name))}
         rows = [_row(name, speed, engines.get(name), peers) for name, speed in best.items()]
     finally:
         for engine in engines.values():
@@ -80,9 +94,10 @@ def _row(name: str, speed: float, engine: Engine | None, peers: dict[str, float]
     row: dict[str, Any] = {"runner": name, "tokens_per_second": round(speed, 2)}
     if engine is not None:
         snapshot = engine.snapshot()
+        row["precision"] = engine.info.precision
         row["resident_share"] = round(snapshot.resident_share, 3)
         row["expert_hit_rate"] = round(snapshot.hit_rate or 0.0, 3)
-        for peer, peer_speed in peers.items():
+        for peer, peer_speed in ((peer, peer_speed) for peer, peer_speed in peers.items() if peer != name):
             row[f"ratio to {peer}"] = round(speed / peer_speed, 2)
     return row
 

@@ -65,6 +65,7 @@ def _therefore(facts: Mapping[str, Any]) -> list[str]:
         return [
             "models run on the CPU; their experts stay mapped from the files, and the system's file cache keeps those that are used",
             f"without --memory a model gets up to {DEFAULT_SHARE * free:.1f} GiB, 70 % of the memory that is free",
+            "precision: quantised experts stay as the files have them; all else, KV too, is float32, or KV 8 bits (--kv q8)",
         ]
     gpu, pinned, best = facts["gpu"], facts["pinned"], (facts["link"] or {}).get("best", {})
     lines = [
@@ -79,6 +80,9 @@ def _therefore(facts: Mapping[str, Any]) -> list[str]:
         lines.append("a ceiling that is lowered while a model runs gives memory back to the driver")
     else:
         lines.append("a ceiling that is lowered while a model runs gives nothing back: this driver has no virtual memory")
+    lines.append(
+        "precision: experts and dense part stay as the files have them, quantised or not; so does KV, or it takes 8 bits (--kv q8)"
+    )
     return lines
 
 

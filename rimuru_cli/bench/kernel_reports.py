@@ -35,7 +35,19 @@ def _recurrent() -> dict[str, Any]:
     return run_recurrent_bench()
 
 
-OPS: dict[str, Callable[[], dict[str, Any]]] = {"moe": _moe, "attention": _attention, "fetch": _fetch, "recurrent": _recurrent}
+def _packed_moe() -> dict[str, Any]:
+    from rimuru_cli.bench.kernels_packed import run_packed_bench
+
+    return run_packed_bench()
+
+
+OPS: dict[str, Callable[[], dict[str, Any]]] = {
+    "moe": _moe,
+    "packed-moe": _packed_moe,
+    "attention": _attention,
+    "fetch": _fetch,
+    "recurrent": _recurrent,
+}
 
 
 def run_kernel_reports(ops: Sequence[str] = (), progress: Progress | None = None) -> dict[str, Any]:

@@ -151,7 +151,7 @@ def _measure(layer: _Layer, tokens: int, rounds: int) -> dict[str, Any]:
     variants[GROUPED_MM] = _grouped_mm(layer, xs, ids)
     if tokens >= DENSE_FROM_TOKENS:
         variants[DENSE] = _dense(layer, tokens * k, calls)
-    medians = {name: seconds / calls * 1e6 for name, seconds in _times(variants, rounds).items()}
+    medians = {name: seconds / calls * 1e6 for name, seconds in replay_times(variants, rounds).items()}
     base = statistics.fmean((medians[BASELINE], medians[BASELINE_AGAIN]))
     used = statistics.fmean(float(len(set(chosen.flatten().tolist()))) for chosen in ids)
     floor = moe_floor_seconds(layer.shape, tokens, used) * 1e6
@@ -203,7 +203,7 @@ def _grouped_mm(layer: _Layer, xs: list[Tensor], ids: list[Tensor]) -> Callable[
     return calls_in_turn
 
 
-def _times(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
+def replay_times(variants: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
     """Median seconds of each variant, replayed in turn from CUDA graphs; every second round runs backwards."""
     import torch
 

@@ -7,6 +7,7 @@ pools take turns. The bandwidth that decode is measured against is that of a cop
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rimuru_cli.bench.graph_time import graph_microseconds
 from rimuru_kernels.causal_conv1d import causal_conv1d_entries
 from rimuru_kernels.gated_delta_rule import gated_delta_rule_entries
 from rimuru_kernels.gated_delta_rule import reference as delta_rule_in_torch
-from rimuru_kernels.mamba2 import state_space_step
+from rimuru_kernels.mamba2 import state_space_entries
 from rimuru_models.errors import UsageError
 
 HEADS, KEY_HEADS, DIM, TAPS, CHUNK = 32, 16, 128, 4, 64
@@ -82,10 +83,11 @@ def run_recurrent_bench() -> dict[str, Any]:
 
 
 def copy_rate() -> float:
-    """GB/s that a large copy on the GPU reads and writes together."""
+    """GB/s that the GPU reads and writes together: of the driver's copy and a kernel that does as little, the better."""
     source = torch.randn(256 << 20, device="cuda")
     target = torch.empty_like(source)
-    return 2 * source.numel() * 4 / graph_microseconds([lambda: target.copy_(source)]) / 1e3
+    ways = (lambda: target.copy_(source), lambda: torch.mul(source, 1.0, out=target))
+    return max(2 * source.numel() * 4 / graph_microseconds([way]) / 1e3 for way in ways)
 
 
 def matrix_rate() -> float:
@@ -133,7 +135,23 @@ def prefill_rows(lengths: tuple[int, ...], copied: float, matrix: float) -> list
     pages = PagedStates(len(lengths) * (TAPS - 1), CHANNELS, torch.bfloat16)
     us = graph_microseconds([_convolution_call(tokens, pages, bounds)])
     convolution = {"op": "convolution"} | common | {"us": round(us, 1), "gb_per_s": round(2 * tokens * CHANNELS * 2 / us / 1e3, 1)}
-    return [delta, convolution]
+    return [delta, convolution, _mamba_prefill_row(lengths, copied, matrix)]
+
+
+def _mamba_prefill_row(lengths: tuple[int, ...], copied: float, matrix: float) -> dict[str, Any]:
+    """Mamba-2's state space over prompts, beside its floor."""
+    tokens, chunks = sum(lengths), sum(-(-length // CHUNK) for length in lengths)
+    x, dt, a_log, b, c, d = _mamba_inputs(tokens)
+    states = PagedStates(len(lengths), MAMBA_HEADS * MAMBA_DIM * MAMBA_STATE)
+    bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    us = graph_microseconds([lambda: state_space_entries(x, dt, a_log, b, c, d, states.pool, states.entries, bounds)])
+    # c bᵀ for the one group; then for each head its product with x, c Sᵀ and x bᵀ.
+    heads = MAMBA_HEADS * MAMBA_DIM
+    flops = chunks * 2 * CHUNK * (CHUNK * MAMBA_STATE + CHUNK * heads + 2 * MAMBA_STATE * heads)
+    moved = tokens * (2 * heads + 2 * MAMBA_STATE) * 2 + tokens * MAMBA_HEADS * 4 + 2 * len(lengths) * heads * MAMBA_STATE * 4
+    floor = max(flops / matrix / 1e6, moved / copied / 1e3)
+    row = {"op": "mamba-2", "tokens": tokens, "sequences": len(lengths), "us": round(us, 1), "gb_per_s": round(moved / us / 1e3, 1)}
+    return row | {"tflops": round(flops / us / 1e6, 1), "floor_us": round(floor, 1), "times_floor": round(us / floor, 2)}
 
 
 def _beside_torch(rows: Rows, lengths: tuple[int, ...]) -> tuple[float, float]:
@@ -174,8 +192,13 @@ def _convolution_call(rows: int, pages: PagedStates | None = None, bounds: Tenso
 
 
 def _mamba_call(batch: int) -> Callable[[], object]:
-    states = PagedStates(batch, MAMBA_HEADS * MAMBA_DIM * MAMBA_STATE)
-    x = torch.randn(batch, MAMBA_HEADS, MAMBA_DIM, device="cuda", dtype=torch.bfloat16)
-    b, c = (torch.randn(batch, 1, MAMBA_STATE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    dt, a_log, d = torch.rand(batch, MAMBA_HEADS, device="cuda"), *torch.rand(2, MAMBA_HEADS, device="cuda")
-    return lambda: state_space_step(x, dt, a_log, b, c, d, states.pool, states.entries)
+    states, inputs = PagedStates(batch, MAMBA_HEADS * MAMBA_DIM * MAMBA_STATE), _mamba_inputs(batch)
+    return lambda: state_space_entries(*inputs, states.pool, states.entries)
+
+
+def _mamba_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x, dt, a_log, b, c and d, as the op takes them."""
+    x = torch.randn(tokens, MAMBA_HEADS, MAMBA_DIM, device="cuda", dtype=torch.bfloat16)
+    b, c = (torch.randn(tokens, 1, MAMBA_STATE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    a_log, d = torch.rand(2, MAMBA_HEADS, device="cuda")
+    return x, torch.rand(tokens, MAMBA_HEADS, device="cuda"), a_log, b, c, d

@@ -18,7 +18,8 @@ import torch
 from rimuru_cli.bench.link import Progress
 from rimuru_cli.engine.device.pinned_host import PinnedHost, reading_threads
 from rimuru_cli.engine.memory.backing import backing_for
-from rimuru_models.weights import CheckpointReader
+from rimuru_models.errors import UsageError
+from rimuru_models.readers import Reader, open_reader
 
 _REQUEST = 8 << 20
 _RUNS = 2
@@ -41,14 +42,20 @@ def run_load_bench(
 
     Raises:
         NotFoundError, CheckpointError: no usable checkpoint.
+        UsageError: its experts are quantised.
     """
     report = progress or (lambda stage, done, total: None)
     device = torch.device("cuda") if torch.cuda.is_available() else _CPU
     best: dict[str, tuple[float, int]] = {}
     notices: list[str] = []
     locked = 0
-    with CheckpointReader(model_dir) as reader:
+    with open_reader(model_dir) as reader:
         extents = _extents(reader, budget)
+        if not extents:
+            raise UsageError(
+                f"The experts of {model_dir} are quantised; this bench compares with plain reading of plain ones.",
+                hint="Name a model whose experts are BF16, F16 or F32.",
+            )
         for run in range(runs):
             for index, (what, measure) in enumerate((("plain read", _plain), ("load experts", _load))):
                 if cold and not _forget({path for path, _, _ in extents}):
@@ -80,9 +87,10 @@ def run_load_bench(
 Extent = tuple[Path, int, int]
 
 
-def _extents(reader: CheckpointReader, budget: int | None) -> list[Extent]:
+def _extents(reader: Reader, budget: int | None) -> list[Extent]:
     """Runs of the files that hold experts, in pieces as large as a plain reader would ask for."""
-    every = {e for layer in reader.config.moe_layers for x in range(reader.config.num_experts) for e in reader.expert_extents(layer, x)}
+    experts = [(layer, expert) for layer in reader.config.moe_layers for expert in range(reader.config.num_experts)]
+    every = {extent for layer, expert in experts for extent in reader.expert_extents(layer, expert) or ()}
     joined: list[list[Any]] = []
     for path, offset, size in sorted(every):
         if joined and joined[-1][0] == path and joined[-1][1] + joined[-1][2] == offset:
@@ -101,7 +109,7 @@ def _extents(reader: CheckpointReader, budget: int | None) -> list[Extent]:
     return kept
 
 
-def _plain(reader: CheckpointReader, device: torch.device, extents: list[Extent], budget: int | None) -> tuple[int, int, float]:
+def _plain(reader: Reader, device: torch.device, extents: list[Extent], budget: int | None) -> tuple[int, int, float]:
     """Read into plain memory: bytes read, none locked, and the seconds until all is there."""
     total = sum(size for _, _, size in extents)
     backing = backing_for(total, total, _CPU, large=True)
@@ -127,7 +135,7 @@ def _plain(reader: CheckpointReader, device: torch.device, extents: list[Extent]
         return total, 0, time.perf_counter() - started
 
 
-def _load(reader: CheckpointReader, device: torch.device, extents: list[Extent], budget: int | None) -> tuple[int, int, float]:
+def _load(reader: Reader, device: torch.device, extents: list[Extent], budget: int | None) -> tuple[int, int, float]:
     """Load into page-locked memory as an engine does: bytes of experts, bytes locked, and the seconds until all is there."""
     started = time.perf_counter()
     host = PinnedHost(reader, device, budget=budget)

@@ -13,13 +13,16 @@ import torch
 from rimuru_cli.bench.elastic import run_elastic_bench
 from rimuru_cli.bench.gpu_only import require_gpu
 from rimuru_cli.bench.machine import memory_facts
-from rimuru_cli.bench.synthetic import SHAPES
+from rimuru_cli.bench.packed import QUANTS
+from rimuru_cli.bench.synthetic import SHAPES, SMALL_SHAPES
 from rimuru_cli.bench.tokens import Routing, run_tokens_bench
+from rimuru_cli.engine.experts.pages import ExpertPages
+from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES
 from rimuru_cli.settings import MemorySize
 from rimuru_kernels.backend import select_backend
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError, UsageError
-from rimuru_models.layout import num_parameters
+from rimuru_models.layout import dense_bytes, num_parameters
 
 Progress = Callable[[str, int, int], None]
 
@@ -27,6 +30,7 @@ TESTS = ("pp", "tg")
 DEFAULT_PROMPTS = (512, 4096)
 _SMALL = "tiny"
 _WARM_UP = 64
+_NO_TG, _ASK_TG = "A recorded routing is replayed by tg, which was not asked for.", "rimuru bench pp tg --routing-trace …"
 _GIB = 1 << 30
 
 
@@ -36,6 +40,9 @@ def run_token_rows(
     shape: str,
     ceilings: Sequence[MemorySize | None] = (),
     trace: Path | None = None,
+    drawn: bool = False,
+    quant: str | None = None,
+    dense: str | None = None,
     prompts: Sequence[int] = (),
     tokens: int = 128,
     sequences: Sequence[int] = (1,),
@@ -43,13 +50,15 @@ def run_token_rows(
 ) -> dict[str, Any]:
     """Rows of the wanted tests of a shape with random weights; see `run_tokens_bench`.
 
-    Without a CUDA device that runs the kernels, only the shape "tiny" is measured: the device engine on the CPU, in float32.
+    Without a CUDA device that runs the kernels, only shapes named "tiny" are measured: the device engine on the CPU, in float32.
 
     Args:
         tests: "pp" and "tg", in any order.
         shape: a key of SHAPES.
         ceilings: of device memory, None for no cap; one run without a cap when empty.
-        trace: recorded routing for tg.
+        trace: recorded routing for tg; drawn: one that is made up instead (`bench/drawn_routing.py`).
+        quant: what experts are packed as, a key of `QUANTS`; None: plain numbers.
+        dense: likewise all other matrices but norms and routers.
         prompts: sizes for pp in tokens; 512 and 4096, where the shape's context has room, when empty.
         tokens: to generate for tg.
         sequences: how many sequences generate at once, a row each; t/s counts the tokens of all.
@@ -68,33 +77,48 @@ def run_token_rows(
         raise UsageError(f"There is no test {unknown[0]!r}.", hint="The tests are pp (prompt) and tg (generation): rimuru bench pp tg …")
     if shape not in SHAPES:
         raise UsageError(f"There is no shape {shape!r}.", hint=f"--model-shape is one of {', '.join(SHAPES)}.")
+    for flag, name in (("--quant", quant), ("--dense", dense)):
+        if name is not None and name not in QUANTS:
+            raise UsageError(f"There is no format {name!r}.", hint=f"{flag} is one of {', '.join(QUANTS)}.")
     config = ModelConfig.from_dict(SHAPES[shape], where=shape)
     on_gpu = select_backend().name == "triton"
-    if shape != _SMALL:
+    if shape not in SMALL_SHAPES:
         require_gpu(f"The shape {shape}", f"--model-shape {_SMALL} runs anywhere, for trying the command.")
     # One more token is generated after a prompt.
     prompts = list(dict.fromkeys(prompts)) or [count for count in DEFAULT_PROMPTS if count < config.max_positions]
     longest = max(*prompts, tokens + _WARM_UP)
     if longest >= config.max_positions:
         raise UsageError(f"{longest} tokens, warming up included, are too many for {shape}, which has {config.max_positions} positions.")
+    if drawn and "tg" not in tests:
+        raise UsageError(_NO_TG, hint=_ASK_TG)
     if trace is not None:
         _check_trace(trace, config, shape, tests)
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    _check_memory(num_parameters(config) * dtype.itemsize, shape)
+    _check_memory(_weight_bytes(config, dtype, quant), shape)
     device_bytes = torch.cuda.mem_get_info()[1] if on_gpu else memory_facts()["ram_bytes"]
     report = run_tokens_bench(
         [test for test in TESTS if test in tests],
         shape=shape,
         vram=[None if ceiling is None else ceiling.of(device_bytes) for ceiling in ceilings or [None]],
         trace=trace,
+        drawn=drawn,
         device=torch.device("cuda" if on_gpu else "cpu"),
         progress=progress,
         dtype=dtype,
+        quant=quant,
+        dense=dense,
         prompts=prompts,
         tokens=tokens,
         sequences=sequences,
     )
-    return {**report, "trace": None if trace is None else str(trace), "dtype": str(dtype).removeprefix("torch.")}
+    name = str(dtype).removeprefix("torch.")
+    return {
+        **report,
+        "trace": "synthetic" if drawn else None if trace is None else str(trace),
+        "dtype": name,
+        "experts": quant or name,
+        "dense": dense or name,
+    }
 
 
 def run_elastic_rows(
@@ -110,7 +134,7 @@ def run_elastic_rows(
     if shape not in SHAPES:
         raise UsageError(f"There is no shape {shape!r}.", hint=f"--model-shape is one of {', '.join(SHAPES)}.")
     on_gpu = select_backend().name == "triton"
-    if shape != _SMALL:
+    if shape not in SMALL_SHAPES:
         require_gpu(f"The shape {shape}", f"--model-shape {_SMALL} runs anywhere, for trying the command.")
     dtype = torch.bfloat16 if on_gpu else torch.float32
     _check_memory(num_parameters(ModelConfig.from_dict(SHAPES[shape], where=shape)) * dtype.itemsize, shape)
@@ -123,7 +147,7 @@ def run_elastic_rows(
 
 def _check_trace(trace: Path, config: ModelConfig, shape: str, tests: Sequence[str]) -> None:
     if "tg" not in tests:
-        raise UsageError("A recorded routing is replayed by tg, which was not asked for.", hint="rimuru bench pp tg --routing-trace …")
+        raise UsageError(_NO_TG, hint=_ASK_TG)
     try:
         routing = Routing.recorded(trace)
         steps, layers, top_k = routing.experts.shape
@@ -145,6 +169,13 @@ def _check_trace(trace: Path, config: ModelConfig, shape: str, tests: Sequence[s
         )
     if not 0 < routing.prompt_steps < steps:
         raise UsageError(f"{trace} needs steps of a prompt (phase 0) and generated ones (phase 1).")
+
+
+def _weight_bytes(config: ModelConfig, dtype: torch.dtype, quant: str | None) -> int:
+    """All weights as they pass through main memory; dense ones before they are packed."""
+    experts = None if quant is None else dict.fromkeys(config.moe_layers, QUANTS[quant])
+    pages = ExpertPages.build(config, dtype.itemsize, experts, MAX_PAGE_BYTES)
+    return dense_bytes(config, dtype.itemsize) + len(config.moe_layers) * config.num_experts * pages.expert_bytes
 
 
 def _check_memory(num_bytes: int, shape: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rimuru_cli.bench.drawn_routing import PROMPT_STEPS, drawn_experts
 from rimuru_cli.bench.looking_on import watched
 from rimuru_cli.bench.synthetic import SyntheticReader
 from rimuru_cli.engine.config import EngineConfig
@@ -44,7 +45,8 @@ class Routing:
     """What the routers of every step and layer are made to choose.
 
     Attributes:
-        experts: int64 [steps, layers, top_k] ascending in a row; weights: float32, same shape, summing to 1.
+        experts: int64 [steps, layers, top_k] ascending in a row, of one answer; [steps, layers, answers, top_k] of several. weights:
+            float32, same shape, summing to 1.
         prompt_steps: the first so many steps warm up.
     """
 
@@ -58,6 +60,12 @@ class Routing:
         generator = torch.Generator().manual_seed(0)
         experts = torch.rand(steps, layers, num_experts, generator=generator).topk(top_k, dim=-1).indices.sort(dim=-1).values
         return cls(experts, torch.full(experts.shape, 1.0 / top_k), 28)
+
+    @classmethod
+    def drawn(cls, tokens: int, layers: int, num_experts: int, top_k: int, answers: int) -> Routing:
+        """Made up, with the habits of a recorded one, each answer on its own; see `bench/drawn_routing.py`."""
+        experts = drawn_experts(PROMPT_STEPS + tokens, layers, num_experts, top_k, answers=answers)
+        return cls(experts, torch.full(experts.shape, 1.0 / top_k), PROMPT_STEPS)
 
     @classmethod
     def recorded(cls, path: Path) -> Routing:
@@ -85,21 +93,42 @@ class Routing:
 class SyntheticModel:
     """A shape with random weights on a device: dense weights and host tier are made once and serve any number of engines."""
 
-    def __init__(self, shape: str, device: torch.device, progress: Progress, *, dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(
+        self,
+        shape: str,
+        device: torch.device,
+        progress: Progress,
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        quant: str | None = None,
+        dense: str | None = None,
+    ) -> None:
         self.shape, self.device, self.dtype, self.progress = shape, device, dtype, progress
-        self.reader = SyntheticReader(shape, dtype=dtype)
+        self._packed = quant, dense
+        self.reader = self._reader()
         self.before = _used_bytes(device)
         with torch.inference_mode():
-            self.model = load_model(self.reader, dtype, device=device)  # type: ignore[arg-type]
+            self.model = load_model(self.reader, dtype, device=device, packed=True)  # type: ignore[arg-type]
         self.host = PinnedHost(self.reader, device, lambda done, total: progress("host tier", done, total))
         self.host.shared = True
         self.loaded = _used_bytes(device)
+
+    @property
+    def name(self) -> str:
+        """The shape, and what its weights are packed as."""
+        quant, dense = self._packed
+        plain = str(self.dtype).removeprefix("torch.")
+        return self.shape if quant is None and dense is None else f"{self.shape}, {quant or plain}, dense {dense or plain}"
+
+    def _reader(self, top_k: int | None = None) -> SyntheticReader:
+        quant, dense = self._packed
+        return SyntheticReader(self.shape, top_k=top_k, dtype=self.dtype, quant=quant, dense=dense)
 
     def engine(
         self, vram: int | None, *, top_k: int | None = None, graphs: bool = True, max_batch_tokens: int = 4096
     ) -> tuple[Engine, Parts]:
         """An engine under a ceiling. Close it, let go of it, then call `reclaim`."""
-        reader = SyntheticReader(self.shape, top_k=top_k, dtype=self.dtype)
+        reader = self._reader(top_k)
         self.model.config = reader.config
         for layer in self.model.layers:
             layer.mlp.top_k = reader.config.top_k  # type: ignore[union-attr]
@@ -108,7 +137,7 @@ class SyntheticModel:
 
     def engine_with(self, config: EngineConfig) -> tuple[Engine, Parts]:
         """An engine with these settings."""
-        return self._make(SyntheticReader(self.shape, dtype=self.dtype), config, graphs=True)
+        return self._make(self._reader(), config, graphs=True)
 
     def _make(self, reader: SyntheticReader, config: EngineConfig, *, graphs: bool) -> tuple[Engine, Parts]:
         max_batch_tokens = config.device_batch_tokens
@@ -116,7 +145,15 @@ class SyntheticModel:
         dense = self.model.dense_bytes
         # What engines before this one left with the driver counts, too.
         program = self.before + max(0, _used_bytes(self.device) - self.loaded)
-        plan = plan_device_memory(reader.config, self.dtype, config, program=program, free=free + dense, max_batch_tokens=max_batch_tokens)
+        plan = plan_device_memory(
+            reader.config,
+            self.dtype,
+            config,
+            program=program,
+            free=free + dense,
+            max_batch_tokens=max_batch_tokens,
+            formats=reader.formats,
+        )
         config = replace(config, max_batch_tokens=plan.max_batch_tokens)
         ranking = ExpertRanking(self.host.num_layers, self.host.num_experts, config.decay)
         with torch.inference_mode():
@@ -169,15 +206,19 @@ def measure_prompt(engine: Engine, parts: Parts, tokens: int, repeats: int = 3) 
 def measure_generation(engine: Engine, parts: Parts, routing: Routing, tokens: int, sequences: int = 1) -> dict[str, float]:
     """Generated tokens per second of all sequences together while the routers' choice is replaced by `routing`.
 
-    Several sequences replay the same recording, each from a place of its own: a step takes as many rows of it as there are sequences.
+    Several sequences replay the same recording, each from a place of its own: a step takes as many rows of it as there are sequences. Where
+    answers were made up, each sequence has one.
     """
     device = parts.device
     assert isinstance(parts.experts, DeviceExperts), "the recording replaces what a device's routers choose"
     steps = len(routing.experts)
     tokens = min(tokens, steps - routing.prompt_steps)
-    rows = (torch.arange(steps).unsqueeze(1) + torch.arange(sequences) * (steps // sequences)) % steps
     # [steps, layers, sequences, top_k]
-    experts, weights = (t[rows].transpose(1, 2).contiguous() for t in (routing.experts, routing.weights))
+    if routing.experts.ndim == 4:
+        experts, weights = (t[:, :, :sequences].contiguous() for t in (routing.experts, routing.weights))
+    else:
+        rows = (torch.arange(steps).unsqueeze(1) + torch.arange(sequences) * (steps // sequences)) % steps
+        experts, weights = (t[rows].transpose(1, 2).contiguous() for t in (routing.experts, routing.weights))
     parts.experts.override = ReplayedRouting(experts, weights, device)
     params = SamplingParams(temperature=0.0, max_tokens=steps + 1, ignore_eos=True)
     requests = [engine.submit([1], params) for _ in range(sequences)]
@@ -205,10 +246,13 @@ def run_tokens_bench(
     shape: str,
     vram: Sequence[int | None],
     trace: Path | None = None,
+    drawn: bool = False,
     device: torch.device | None = None,
     progress: Progress | None = None,
     graphs: bool = True,
     dtype: torch.dtype = torch.bfloat16,
+    quant: str | None = None,
+    dense: str | None = None,
     prompts: Sequence[int] = (512, 4096),
     tokens: int = 128,
     sequences: Sequence[int] = (1,),
@@ -218,13 +262,16 @@ def run_tokens_bench(
     Args:
         tests: "pp" and/or "tg".
         vram: ceilings in bytes; None: no cap.
-        trace: recorded routing for tg.
+        trace: recorded routing for tg; drawn: a made-up one.
+        quant: a key of `QUANTS`: what the experts are packed as; None: plain numbers. dense: likewise the dense matrices.
         sequences: how many sequences generate at once, a tg row each.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    synthetic = SyntheticModel(shape, device, progress or (lambda stage, done, total: None), dtype=dtype)
+    synthetic = SyntheticModel(shape, device, progress or (lambda stage, done, total: None), dtype=dtype, quant=quant, dense=dense)
     own = synthetic.reader.config
     routings = {"uniform": Routing.uniform(28 + tokens, len(own.moe_layers), own.num_experts, own.top_k)}
+    if drawn:
+        routings["synthetic"] = Routing.drawn(tokens, len(own.moe_layers), own.num_experts, own.top_k, max(sequences))
     if trace is not None:
         routings["recorded"] = Routing.recorded(trace)
     rows: list[dict[str, Any]] = []
@@ -258,12 +305,12 @@ def _measure(
 ) -> list[dict[str, Any]]:
     """Rows of one engine. A ceiling under which the shape does not fit gives one row that says so."""
     try:
-        engine, parts = synthetic.engine(ceiling, top_k=routing.experts.shape[2], graphs=graphs)
+        engine, parts = synthetic.engine(ceiling, top_k=routing.experts.shape[-1], graphs=graphs)
     except DoesNotFitError as error:
-        return [{"model": synthetic.shape, "vram_cap": ceiling, "routing": label, "error": error.what}]
+        return [{"model": synthetic.name, "vram_cap": ceiling, "routing": label, "error": error.what}]
     device = parts.device
     base = {
-        "model": synthetic.shape,
+        "model": synthetic.name,
         "size": parts.host.num_layers * parts.host.num_experts * parts.host.expert_bytes + parts.plan.dense,
         "params": num_parameters(parts.model.config),
         "backend": engine.info.backend_reason,

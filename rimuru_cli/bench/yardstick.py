@@ -13,6 +13,7 @@ import torch
 
 import rimuru_kernels
 from rimuru_models.errors import UsageError
+from rimuru_models.gguf import gguf_of
 
 
 def check_transformers() -> None:
@@ -29,9 +30,11 @@ def load_transformers(model_dir: Path, dtype: torch.dtype | str) -> Any:
     """The folder's model as transformers computes it, in evaluation mode on the CPU.
 
     Raises:
-        UsageError: transformers is not installed.
+        UsageError: transformers is not installed; or it is a GGUF model, which is not handed to it.
     """
     check_transformers()
+    if gguf_of(model_dir) is not None:
+        raise UsageError("A GGUF model cannot be compared with transformers here.", hint="Name the safetensors version of the model.")
     with _checkout_hidden():
         from transformers import AutoModelForCausalLM
 

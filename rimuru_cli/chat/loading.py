@@ -80,6 +80,7 @@ def open_parts(name: str | None, settings: Settings, out: Output, *, chat: bool)
             from rimuru_cli.hub.resolve import resolve_model
             from rimuru_cli.hub.usage import record_use
         resolved = resolve_model(name, progress=progress)
+        resolved = quantized(resolved, settings["quant"], progress)
         speech = ModelSpeech(resolved.path, resolved.name)
         if chat:
             _ = speech.template  # a broken template must show before the weights are read
@@ -88,6 +89,22 @@ def open_parts(name: str | None, settings: Settings, out: Output, *, chat: bool)
     engine.info = replace(engine.info, model=resolved.name)
     engine.eos_ids |= speech.tokenizer.eos_ids
     return resolved, engine, speech
+
+
+def quantized(resolved: ResolvedModel, to: str | None, progress: Callable[[str, int, int], None]) -> ResolvedModel:
+    """The model's quantised copy, made now if there is none; the model itself where `to` is None or none.
+
+    Raises:
+        UsageError, NoSpaceError, RimuruError: as `engine.quantizing.quantized_copy`.
+    """
+    if to in (None, "none"):
+        return resolved
+    from rimuru_cli.engine.quantizing import quantized_copy
+    from rimuru_cli.hub.paths import quantized_dir
+    from rimuru_models.quantizer.layout import Recipe
+
+    folder, _ = quantized_copy(resolved.path, resolved.name, Recipe.of(to), store=quantized_dir(), progress=progress)
+    return replace(resolved, path=folder)
 
 
 def engine_config(resolved: ResolvedModel, settings: Settings, out: Output) -> EngineConfig:
@@ -99,7 +116,9 @@ def engine_config(resolved: ResolvedModel, settings: Settings, out: Output) -> E
     from rimuru_cli.engine.config import EngineConfig, device_memory_bytes
 
     memory: MemorySize | None = settings["memory"]
-    config = EngineConfig(context=settings["context"], profile=_profile(resolved.path, settings["profile"], out))
+    config = EngineConfig(
+        context=settings["context"], kv=settings["kv"] or "auto", profile=_profile(resolved.path, settings["profile"], out)
+    )
     if memory is not None:
         return replace(config, memory_bytes=memory.of(device_memory_bytes()))
     return replace(config, resident_share=DEMO_RESIDENT_SHARE) if resolved.embedded else config

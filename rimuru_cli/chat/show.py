@@ -27,8 +27,8 @@ def banner(info: EngineInfo, snapshot: Snapshot) -> list[str]:
     resident = f"{snapshot.resident_experts:,} of {snapshot.total_experts:,} experts resident ({format_share(snapshot.resident_share)})"
     shape = f"{info.num_layers} layers, {info.num_experts} experts, top-{info.top_k}"
     lines = [
-        f"{info.model} · {info.architecture} · {shape} · {info.weight_dtype}",
-        f"{info.device} ({info.backend_reason}) · context {info.context_limit:,} tokens",
+        f"{info.model} · {info.architecture} · {shape} · {info.precision}",
+        f"{info.device} ({info.backend_reason}) · context {info.context_limit:,} tokens, KV cache {info.kv_dtype}",
         f"memory {format_bytes(info.memory_bytes)} at most: {parts} · {resident}",
     ]
     if info.profile:
@@ -77,6 +77,9 @@ def pool_lines(snapshot: Snapshot, width: int = 48) -> list[str]:
     lines.append(
         f"  expert hit rate so far {format_share(snapshot.hit_rate)}, read from the checkpoint {format_bytes(snapshot.expert_bytes_read)}"
     )
+    if snapshot.states_not_kept:
+        times = "once" if snapshot.states_not_kept == 1 else f"{snapshot.states_not_kept:,} times"
+        lines.append(f"  {times} there was no room to keep a state to resume from, so more of a prompt that comes again will be read again")
     events = [event for event in snapshot.events if event.reason != CEILING_LOWERED]
     if events:
         shrunk, expanded = sum(event.shrunk for event in events), sum(event.expanded for event in events)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from rimuru_cli.commands._tables import parameters_in_words
 from rimuru_cli.hub.fit import FitVerdict
 from rimuru_cli.output import Output, Style, format_bytes, format_share, shows_blocks, table, terminal_columns
+from rimuru_models.quantization.precision import Precision
 
 _WIDEST_BAR, _NARROWEST_BAR = 64, 8
 
@@ -35,9 +36,12 @@ def print_verdict(verdict: FitVerdict, out: Output, *, downloaded: bool) -> None
         out.emit(report)
         return
     architecture = report["architecture"].removesuffix("ForCausalLM")
-    size = f"{parameters_in_words(report['parameters'])} parameters, {report['precision']}, {format_bytes(report['stored_bytes'])}"
+    precision = Precision(report["precision"], report["dense_precision"]).words()
+    size = f"{parameters_in_words(report['parameters'])} parameters, {precision}, {format_bytes(report['stored_bytes'])}"
     out.line(f"{report['model']}: {architecture}, {size}")
     out.styled_line((f"{verdict.headline}.", "green" if verdict.runs else "red"))
+    for notice in report["notices"]:
+        out.note(f"note: {notice}")
     if not verdict.runs:
         out.line(f"why:  {verdict.problem}")
         if verdict.hint:
@@ -57,7 +61,9 @@ def print_verdict(verdict: FitVerdict, out: Output, *, downloaded: bool) -> None
     out.line()
     _print_chart(report, out)
     out.line()
-    out.line(f"Largest context: {report['largest_context']:,} tokens ({_limit_in_words(report)}).")
+    out.line(
+        f"Largest context: {report['largest_context']:,} tokens ({_limit_in_words(report)}), KV cache {report['memory']['kv_precision']}."
+    )
     _print_assumptions(report, out)
     if not downloaded:
         out.note(f"Not downloaded yet: rimuru pull {report['model']}")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from rimuru_cli.commands._tables import parameters_in_words
 from rimuru_cli.output import Output, display_width, format_bytes, format_share, is_terminal, table, terminal_columns
 from rimuru_models.errors import RimuruError, UsageError
+from rimuru_models.headers import DTYPE_BITS
+from rimuru_models.quantization.precision import Precision
 
 if TYPE_CHECKING:
     from rimuru_cli.hub.library import LibraryModel
@@ -34,7 +36,8 @@ def print_models(models: Sequence[LibraryModel], cache: Path, out: Output, *, ev
         _print_nothing_here(cache, out)
     for model in shown:
         if model.status == "incomplete":
-            what = "rimuru chat builds it again" if model.kind == "demo" else f"rimuru pull {model.name} goes on with it"
+            ways = {"demo": "rimuru chat builds it again", "copy": "the command that began it goes on with it"}
+            what = ways.get(model.kind, f"rimuru pull {model.name} goes on with it")
             out.note(f"{model.name} is incomplete: {what}.", "yellow")
     if hidden:
         out.note(f"{_plural(hidden, 'more model')} that rimuru cannot run: rimuru list --all", "dim")
@@ -48,6 +51,7 @@ def model_values(model: LibraryModel) -> dict[str, Any]:
         "kind": model.kind,
         "path": str(model.path),
         "revision": model.revision,
+        "variant": model.variant,
         "refs": list(model.refs),
         "size_bytes": model.size_bytes,
         "unfinished_bytes": model.unfinished_bytes,
@@ -131,7 +135,7 @@ def print_model(facts: Mapping[str, Any], out: Output) -> None:
     total = facts["bytes"]
     parts = [[part, format_bytes(size), format_share(size / total if total else None)] for part, size in facts["bytes_by_part"].items()]
     out.line(table(["part", "bytes", "share"], parts))
-    for line in facts["not_used"]:
+    for line in (*facts["not_used"], *facts["notices"]):
         out.note(f"note: {line}", "dim")
     out.line()
     out.line(_page_table(facts))
@@ -166,7 +170,7 @@ def _shape_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
     shared = f", and a shared expert of {facts['shared_intermediate']}" if facts["shared_intermediate"] else ""
     return [
         ("architecture", facts["architecture"]),
-        ("precision", facts["precision"]),
+        ("precision", Precision(facts["precision"], facts["dense_precision"]).words()),
         ("parameters", parameters_in_words(facts["parameters"])),
         ("layers", layers),
         ("experts", f"{facts['experts']} a layer, {facts['top_k']} a token, {facts['expert_intermediate']} wide{shared}"),
@@ -179,7 +183,8 @@ def _shape_lines(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _page_table(facts: Mapping[str, Any]) -> str:
     """Pages on a GPU and on a CPU side by side; where no geometry holds the model there is no column."""
-    places = {"gpu": f"GPU ({facts['precision']})", "cpu": "CPU (F32)"}
+    plain = facts["precision"] in DTYPE_BITS  # packed experts are the same on both
+    places = {"gpu": f"GPU ({facts['precision']})", "cpu": "CPU (F32)"} if plain else {"gpu": "GPU", "cpu": "CPU"}
     columns = {words: facts["pages"][name] for name, words in places.items() if facts["pages"][name] is not None}
     if not columns:
         return "No page size holds this model's experts."
@@ -189,12 +194,15 @@ def _page_table(facts: Mapping[str, Any]) -> str:
         ("P_h, huge page", "P_h"),
         ("one expert", "expert_bytes"),
         ("KV cache a token", "kv_bytes_per_token"),
+        ("... with --kv q8", "kv_q8_bytes_per_token"),
         ("states of a conversation", "state_bytes_per_sequence"),
         ("tokens of a KV page", "block_tokens"),
         ("tiles of a projection", "tiles_per_projection"),
     ]
     shown = [(label, key) for label, key in names if any(pages[key] for pages in columns.values())]
-    return table(["bytes in memory", *columns], [[label, *(f"{pages[key] or 0:,}" for pages in columns.values())] for label, key in shown])
+    kinds = [pages["kv_precision"] for pages in columns.values()]
+    rows = [[label, *(f"{pages[key] or 0:,}" for pages in columns.values())] for label, key in shown]
+    return table(["bytes in memory", *columns], [*rows, ["KV cache stored as", *kinds]])
 
 
 def _print_profile(facts: Mapping[str, Any], out: Output) -> None:

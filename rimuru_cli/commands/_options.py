@@ -14,22 +14,32 @@ ModelArg = Annotated[
     str,
     typer.Argument(
         metavar="MODEL",
-        help="A folder, org/name or org/name@revision from the shared Hugging Face cache, or rimuru-demo.",
+        help="A folder, a GGUF file, org/name, org/name@revision or org/name:Q4_K_M from the shared Hugging Face cache, or rimuru-demo.",
         show_default=False,
     ),
 ]
 OptionalModelArg = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="A folder, org/name, org/name@revision, or rimuru-demo (the default).", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="A folder, a GGUF file, org/name, org/name:Q4_K_M, org/name@revision, or rimuru-demo (the default).",
+        show_default=False,
+    ),
 ]
 PullArg = Annotated[
     str,
-    typer.Argument(metavar="MODEL", help="org/name, or org/name@revision with a branch, tag or commit.", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="org/name, org/name@revision with a branch, tag or commit, or org/name:Q4_K_M of GGUF files.",
+        show_default=False,
+    ),
 ]
 SeenModelArg = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A folder, org/name or org/name@revision (here or on the hub), or rimuru-demo.", show_default=False
+        metavar="MODEL",
+        help="A folder, a GGUF file, org/name, org/name@revision or org/name:Q4_K_M (here or on the hub), or rimuru-demo.",
+        show_default=False,
     ),
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Write JSON to stdout, errors too.")]
@@ -42,6 +52,14 @@ MemoryOpt = Annotated[
 ]
 ContextOpt = Annotated[
     str | None, typer.Option("--context", metavar="TOKENS", help="Longest conversation to make room for.", rich_help_panel=_MEMORY)
+]
+KVOpt = Annotated[
+    str | None,
+    typer.Option("--kv", metavar="auto|q8", help="Store the conversation as it is computed, or at 8 bits.", rich_help_panel=_MEMORY),
+]
+QuantOpt = Annotated[
+    str | None,
+    typer.Option("--quant", metavar="int8|int4", help="Use a quantised copy of the model, made once and kept.", rich_help_panel=_MEMORY),
 ]
 ProfileOpt = Annotated[
     str | None,

@@ -50,7 +50,8 @@ class Screen:
             return
         self._out.line(str(model.path))
         if self.talks:
-            what = "the demonstration model" if model.embedded else "a folder on this machine" if model.revision is None else "here"
+            folder = "a file on this machine" if model.path.is_file() else "a folder on this machine"
+            what = "the demonstration model" if model.embedded else folder if model.revision is None else "here"
             self._out.note(f"{model.name} is {what}; there is nothing to download.")
 
     @contextlib.contextmanager
@@ -104,9 +105,7 @@ class Screen:
             return
         here = plan.present_bytes + plan.part_bytes
         resumed = f", {format_bytes(here)} of it is here already" if here else ""
-        self._out.note(
-            f"{plan.origin.repository} at {plan.origin.commit[:12]}: {len(plan.files)} files, {format_bytes(plan.total_bytes)}{resumed}"
-        )
+        self._out.note(f"{plan.name} at {plan.origin.commit[:12]}: {_files(len(plan.files))}, {format_bytes(plan.total_bytes)}{resumed}")
         self._out.note(f"disk: {format_bytes(plan.missing_bytes)} needed, {format_bytes(plan.free_bytes)} free in {plan.cache.root}", "dim")
         if plan.architecture is not None:
             self._out.note(f"architecture: {plan.architecture}", "dim")
@@ -140,7 +139,7 @@ class Screen:
     def done(self, plan: Plan, pulled: Pulled) -> None:
         """The end: the folder on stdout, and for people what to type next."""
         values = {
-            "model": plan.origin.repository,
+            "model": plan.name,
             "commit": plan.origin.commit,
             "path": str(pulled.path),
             "up_to_date": pulled.received_bytes == 0,
@@ -164,7 +163,7 @@ class Screen:
         else:
             self._out.note("Everything is here and up to date.", "green")
         if not plan.objections:
-            self._out.note(f"Next: rimuru chat {plan.origin.repository}{'' if plan.revision == 'main' else '@' + plan.revision}")
+            self._out.note(f"Next: rimuru chat {plan.name}{'' if plan.revision == 'main' else '@' + plan.revision}")
 
     def _event(self, event: str, **values: Any) -> None:
         self._out.emit({"event": event, **values}, compact=True)
@@ -190,7 +189,8 @@ def _declined(what: str, hint: str | None, exit_code: int) -> RimuruError:
 def plan_values(plan: Plan) -> dict[str, Any]:
     """A plan as JSON."""
     return {
-        "model": plan.origin.repository,
+        "model": plan.name,
+        "variant": plan.variant,
         "asked_for": plan.asked_for,
         "revision": plan.revision,
         "commit": plan.origin.commit,
@@ -204,6 +204,10 @@ def plan_values(plan: Plan) -> dict[str, Any]:
         "fit": None if plan.verdict is None else plan.verdict.report,
         "objections": [objection.text for objection in plan.objections],
     }
+
+
+def _files(count: int) -> str:
+    return "1 file" if count == 1 else f"{count} files"
 
 
 def pace(status: Status) -> str:

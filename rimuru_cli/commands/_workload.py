@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from rimuru_cli.bench.workload.requests import RequestSpec
 
 ARRIVALS = ("poisson", "bursty", "at-once")
+ROUTINGS = ("recorded", "uniform")
 _DEFAULT_POLICIES = ["static", "fixed", "elastic", "paced"]
 _MOST_REQUESTS = 100_000
 
@@ -33,7 +35,14 @@ def workload(
     ] = None,
     count: Annotated[
         int | None,
-        typer.Option("--count", metavar="N", min=1, max=_MOST_REQUESTS, help="Requests to generate.", show_default="200"),
+        typer.Option(
+            "--count",
+            metavar="N",
+            min=1,
+            max=_MOST_REQUESTS,
+            help="Requests to generate, or to take of a file.",
+            show_default="200; a file: all",
+        ),
     ] = None,
     rate: Annotated[
         float | None, typer.Option("--rate", metavar="R", help="Requests a second on average.", show_default="all at the start")
@@ -42,7 +51,8 @@ def workload(
         str | None, typer.Option("--arrivals", metavar="|".join(ARRIVALS), help="When they come.", show_default="poisson")
     ] = None,
     longest: Annotated[
-        int | None, typer.Option("--longest", metavar="TOKENS", min=1, help="Longest prompt, and longest answer.", show_default="1024")
+        int | None,
+        typer.Option("--longest", metavar="TOKENS", min=1, help="Longest prompt, and longest answer.", show_default="1024; a file: any"),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="S", min=0, help="Draws the same requests again.")] = 0,
     policy: Annotated[
@@ -50,12 +60,12 @@ def workload(
         typer.Option(
             "--policy",
             metavar="NAME",
-            help="static, fixed, fixed:20%, elastic, paced; changed by :no-profile, :no-live, :no-hysteresis, :eol=N; may be repeated.",
+            help="static, fixed, fixed:20%, elastic, paced; changed by :no-profile, :no-live, :no-hysteresis, :eol=N, :paced; repeat it.",
             show_default="static, fixed, elastic, paced",
         ),
     ] = None,
     model_shape: Annotated[
-        str, typer.Option("--model-shape", metavar="NAME", help="qwen1.5-moe-a2.7b, qwen3-30b-a3b, or tiny, which runs without a GPU.")
+        str, typer.Option("--model-shape", metavar="NAME", help="qwen1.5-moe-a2.7b, qwen3-30b-a3b, qwen3.5-35b-a3b, …; tiny: anywhere.")
     ] = "qwen1.5-moe-a2.7b",
     vram: Annotated[
         str | None, typer.Option("--vram", "--memory", metavar="SIZE", help="Ceiling: 24GiB or 50%.", show_default="32GiB, tiny: none")
@@ -64,6 +74,15 @@ def workload(
     simulate: Annotated[
         bool, typer.Option("--simulate", help="Work out times from measured costs instead of computing; on any machine.")
     ] = False,
+    routing: Annotated[
+        str | None,
+        typer.Option(
+            "--routing",
+            metavar="|".join(ROUTINGS),
+            help="With --simulate: experts chosen as in a recorded conversation, or evenly, as random weights do.",
+            show_default="recorded",
+        ),
+    ] = None,
     case_study: Annotated[
         bool, typer.Option("--case-study", help="The paper's: 300 requests at once, every policy, and what elastic sharing is worth.")
     ] = False,
@@ -81,6 +100,12 @@ def workload(
     size = None if vram is None else parse_size(vram)
     listed = {"--requests": requests, "--count": count, "--rate": rate, "--arrivals": arrivals, "--longest": longest, "--policy": policy}
     _check(listed, case_study=case_study, limits=limits, svg=svg)
+    if routing is not None and (routing not in ROUTINGS or not simulate):
+        raise UsageError(
+            f"--routing is one of {', '.join(ROUTINGS)}, not {routing!r}."
+            if routing not in ROUTINGS
+            else "--routing belongs to --simulate: what runs for real chooses by itself."
+        )
     with loading_libraries():
         from rimuru_cli.bench.workload import case_study as study
         from rimuru_cli.bench.workload.chart import render_svg
@@ -90,18 +115,40 @@ def workload(
     ceiling = study.CEILING if model_shape != "tiny" else None
     if size is not None:
         ceiling = size.of(device_bytes(simulate))
-    setting = Setting(model_shape, ceiling, simulate, sequences=sequences, seed=seed)
+    setting = Setting(model_shape, ceiling, simulate, sequences=sequences, seed=seed, uniform=routing == "uniform")
     policies = [one for word in policy or _DEFAULT_POLICIES for one in parse_policies(word)]
-    specs = [] if case_study else _requests(requests, count, rate, arrivals, longest, seed)
+    specs = [] if case_study else _requests(requests, count, rate, arrivals, longest, seed, out)
     with out.progress("items") as progress:
         if case_study:
             report = study.run_case_study(setting, count=count or study.COUNT, limits=limits, progress=progress)
         else:
             report = run_policies(specs, list(dict.fromkeys(policies)), setting, progress=progress)
+    failed: OSError | None = None
     if svg is not None:
-        svg.write_text(render_svg(study.with_limits(report, setting)), encoding="utf-8")
-        report = {**report, "svg": str(svg)}
+        # What took so long is shown whatever becomes of the picture.
+        try:
+            _replace(svg, render_svg(study.with_limits(report, setting)))
+            report = {**report, "svg": str(svg)}
+        except OSError as error:
+            failed = error
     print_workload(report, out)
+    if failed is not None:
+        raise failed
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all; what a link leads to, and devices and pipes as they are."""
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
 
 
 def _check(listed: Mapping[str, object], *, case_study: bool, limits: bool, svg: Path | None) -> None:
@@ -112,10 +159,6 @@ def _check(listed: Mapping[str, object], *, case_study: bool, limits: bool, svg:
             raise UsageError(f"The case study has its own requests and policies; leave {given[0]} away.")
     elif limits:
         raise UsageError("--limits belongs to --case-study.", hint="Or name them: --policy paced:eol=12 --policy paced:eol=24")
-    if listed["--requests"] is not None:
-        given = [flag for flag in ("--count", "--longest") if listed[flag] is not None]
-        if given:
-            raise UsageError(f"{given[0]} is for generated requests; leave it away with --requests.")
     arrivals = listed["--arrivals"]
     if arrivals is not None and arrivals not in ARRIVALS:
         raise UsageError(f"--arrivals is one of {', '.join(ARRIVALS)}, not {arrivals!r}.")
@@ -126,7 +169,7 @@ def _check(listed: Mapping[str, object], *, case_study: bool, limits: bool, svg:
 
 
 def _requests(
-    path: Path | None, count: int | None, rate: float | None, arrivals: str | None, longest: int | None, seed: int
+    path: Path | None, count: int | None, rate: float | None, arrivals: str | None, longest: int | None, seed: int, out: Output
 ) -> Sequence[RequestSpec]:
     from rimuru_cli.bench.workload.requests import generate_requests, load_requests
 
@@ -135,7 +178,7 @@ def _requests(
     if not often > 0:
         raise UsageError(f"--rate must be above 0, not {often:g}.")
     if path is not None:
-        return load_requests(path, rate=often, arrivals=when, seed=seed)
+        return load_requests(path, rate=often, arrivals=when, seed=seed, count=count, longest=longest, note=out.note)
     return generate_requests(count or 200, rate=often, arrivals=when, seed=seed, longest=longest or 1024)
 
 
@@ -155,7 +198,7 @@ def print_workload(report: Mapping[str, Any], out: Output) -> None:
     if report["simulated"]:
         served = [row for row in report["rows"] if "error" not in row]
         pace = sum(row["seconds"] for row in served) / max(1e-9, sum(row["wall_seconds"] for row in served))
-        out.note(f"Times are worked out, not measured; the simulation ran {pace:,.0f} times as fast.", "dim")
+        out.note(f"Times are worked out, not measured; the simulation ran {pace:,.{0 if pace >= 10 else 1}f} times as fast.", "dim")
     _print_curves(report["rows"], out)
     if "ratios" in report:
         _print_study(report, out)
@@ -257,4 +300,6 @@ def _print_study(report: Mapping[str, Any], out: Output) -> None:
     for kind, swept in report.get("limits", {}).items():
         out.note(f"\nMost absent experts of a layer: {kind}", "bold")
         _print_rows(swept["rows"], out)
-        out.note(f"chosen: {'no limit' if swept['chosen'] is None else swept['chosen']}")
+        chosen = "no limit" if swept["chosen"] is None else str(swept["chosen"])
+        own = kind == "paced" and swept["chosen"] == swept["default"]
+        out.note(f"chosen: {chosen}{', as rimuru does by itself' if own else ''}")

@@ -27,7 +27,12 @@ def allocator(json: options.JsonFlag = False) -> None:
 def decode(
     model: options.OptionalModelArg = None,
     versus: Annotated[
-        str | None, typer.Option("--vs", metavar="transformers", help="Also run the same file in transformers (a development dependency).")
+        str | None,
+        typer.Option(
+            "--vs",
+            metavar="transformers|MODEL",
+            help="Also run the same file in transformers (a development dependency), or another model in as much memory.",
+        ),
     ] = None,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to decode in each run.")] = 64,
     residency: Annotated[str, typer.Option("--residency", metavar="SHARE", help="Share of experts that is resident, as in 50%.")] = "100%",
@@ -38,8 +43,6 @@ def decode(
 
     out = Output(json=json)
     share = parse_share(residency, "--residency")
-    if versus not in (None, "transformers"):
-        raise typer.BadParameter("only transformers can be compared with", param_hint="--vs")
     from rimuru_cli.chat.interrupt import loading_libraries
 
     with loading_libraries():
@@ -48,8 +51,9 @@ def decode(
 
     with out.progress() as progress:
         resolved = resolve_model(model, progress=progress)
+        other = None if versus in (None, "transformers") else resolve_model(versus, progress=progress).path
     with out.progress("items") as progress:
-        report = run_decode_bench(resolved.path, versus=versus, tokens=tokens, residency=share, progress=progress)
+        report = run_decode_bench(resolved.path, versus=versus, other=other, tokens=tokens, residency=share, progress=progress)
     print_report(report, out)
 
 
@@ -118,6 +122,56 @@ def agreement(
         if not json:
             out.note(f"error: The answers differ by more than the tolerance: {', '.join(report['exceeded'])}.", "red")
         raise typer.Exit(VerificationError.exit_code)
+
+
+@bench_app.command()
+def kl(
+    model: options.OptionalModelArg = None,
+    against: Annotated[
+        str | None, typer.Option("--against", metavar="MODEL2", help="Judge this model: a quantised one, say.", show_default=False)
+    ] = None,
+    quant: Annotated[
+        str | None,
+        typer.Option("--quant", metavar="int8|int4", help="Judge a quantised copy, made now if there is none.", show_default=False),
+    ] = None,
+    kv: Annotated[str, typer.Option("--kv", metavar="auto|q8", help="Judge with keys and values stored so.")] = "auto",
+    text: Annotated[
+        Path | None, typer.Option("--text", metavar="FILE", help="UTF-8 text to read.", show_default="one that ships with rimuru")
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="At most so many tokens of it.")] = 1024,
+    device: Annotated[str, typer.Option("--device", metavar="cpu|cuda", help="What computes; only the CPU can be told experts.")] = "cpu",
+    json: options.JsonFlag = False,
+) -> None:
+    """Measure what quantised weights or an 8-bit KV cache do to answers: KL divergence in nats, likeliest tokens, perplexity."""
+    from rimuru_cli.chat.interrupt import loading_libraries
+    from rimuru_cli.settings import BY_NAME, checked
+    from rimuru_models.errors import UsageError
+
+    out = Output(json=json)
+    precision = checked(BY_NAME["kv"], kv, "--kv")
+    wanted = None if quant is None else checked(BY_NAME["quant"], quant, "--quant")
+    if against is not None and wanted not in (None, "none"):
+        raise UsageError("--against and --quant both name what is judged.", hint="Leave one of them out.")
+    with loading_libraries():
+        from rimuru_cli.bench.divergence import run_divergence_bench
+        from rimuru_cli.chat.loading import quantized, read_text_file
+        from rimuru_cli.hub.resolve import resolve_model
+
+    words = None if text is None else read_text_file(text.expanduser())
+    with out.progress() as progress:
+        resolved = resolve_model(model, progress=progress)
+        judged = resolve_model(against, progress=progress) if against is not None else quantized(resolved, wanted, progress)
+    with out.progress("items") as progress:
+        report = run_divergence_bench(
+            resolved.path,
+            against=None if judged.path == resolved.path else judged.path,
+            kv=precision,
+            text=words,
+            tokens=tokens,
+            device=device,
+            progress=progress,
+        )
+    print_report(report | {"model": resolved.name}, out)
 
 
 @bench_app.command()
@@ -191,7 +245,7 @@ def load(
 @bench_app.command()
 def kernels(
     op: Annotated[
-        list[str] | None, typer.Option("--op", metavar="moe|attention|fetch|recurrent", help="Only this op; may be repeated.")
+        list[str] | None, typer.Option("--op", metavar="moe|packed-moe|attention|fetch|recurrent", help="Only this op; may be repeated.")
     ] = None,
     json: options.JsonFlag = False,
 ) -> None:
@@ -214,7 +268,10 @@ def _tokens(
         list[str] | None, typer.Argument(metavar="[pp] [tg]", help="A further test for the same run.", show_default=False)
     ] = None,
     model_shape: Annotated[
-        str, typer.Option("--model-shape", metavar="NAME", help="qwen3-30b-a3b, or tiny, which also runs without a GPU.")
+        str,
+        typer.Option(
+            "--model-shape", metavar="NAME", help="qwen3-30b-a3b, qwen3.5-35b-a3b, …; tiny and tiny-hybrid also run without a GPU."
+        ),
     ] = "qwen3-30b-a3b",
     random_weights: Annotated[
         bool, typer.Option("--random-weights", help="Needed: says that the weights are made up, which speed does not depend on.")
@@ -226,8 +283,18 @@ def _tokens(
     routing_trace: Annotated[
         Path | None,
         typer.Option(
-            "--routing-trace", metavar="FILE", help="Recorded routing that tg replays, beside uniform routing.", show_default=False
+            "--routing-trace",
+            metavar="FILE|synthetic",
+            help="Recorded routing that tg replays, beside uniform routing; synthetic: one with the habits of a recorded one.",
+            show_default=False,
         ),
+    ] = None,
+    quant: Annotated[
+        str | None,
+        typer.Option("--quant", metavar="NAME", help="What experts are packed as: int4, int8, fp8, mxfp4, nvfp4, …", show_default="bf16"),
+    ] = None,
+    dense: Annotated[
+        str | None, typer.Option("--dense", metavar="NAME", help="What all other matrices are packed as: int8 …", show_default="bf16")
     ] = None,
     prompt: Annotated[
         list[int] | None,
@@ -248,6 +315,7 @@ def _tokens(
     if not random_weights:
         raise typer.BadParameter("pp and tg measure made-up weights; add --random-weights", param_hint="--random-weights")
     ceilings = [None if size.strip().lower() == "none" else parse_size(size) for size in vram or ["none"]]
+    drawn = routing_trace == Path("synthetic") and not Path("synthetic").exists()
     with loading_libraries():
         from rimuru_cli.bench.token_rows import run_token_rows
 
@@ -256,7 +324,10 @@ def _tokens(
             [ctx.info_name or "", *(more or [])],
             shape=model_shape,
             ceilings=ceilings,
-            trace=routing_trace,
+            trace=None if drawn else routing_trace,
+            drawn=drawn,
+            quant=quant,
+            dense=dense,
             prompts=prompt or (),
             tokens=tokens,
             sequences=tuple(dict.fromkeys(sequences or [1])),
@@ -277,7 +348,10 @@ bench_app.command("tg", help="Measure generating tokens (tokens per second). `ri
 @bench_app.command()
 def elastic(
     model_shape: Annotated[
-        str, typer.Option("--model-shape", metavar="NAME", help="qwen3-30b-a3b, or tiny, which also runs without a GPU.")
+        str,
+        typer.Option(
+            "--model-shape", metavar="NAME", help="qwen3-30b-a3b, qwen3.5-35b-a3b, …; tiny and tiny-hybrid also run without a GPU."
+        ),
     ] = "qwen3-30b-a3b",
     vram: Annotated[
         str | None, typer.Option("--vram", "--memory", metavar="SIZE", help="Ceiling: 24GiB or 50%.", show_default="none")

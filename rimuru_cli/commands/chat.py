@@ -22,6 +22,8 @@ def chat(
     stop: options.StopOpt = None,
     memory: options.MemoryOpt = None,
     context: options.ContextOpt = None,
+    kv: options.KVOpt = None,
+    quant: options.QuantOpt = None,
     profile: options.ProfileOpt = None,
     dashboard: options.DashboardOpt = None,
     temperature: options.TemperatureOpt = None,

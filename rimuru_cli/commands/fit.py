@@ -34,13 +34,16 @@ def fit(
             show_default="measured, or by its PCIe link",
         ),
     ] = None,
+    kv: options.KVOpt = None,
     json: options.JsonFlag = False,
 ) -> None:
     """Say whether a model runs here, what lies where, at what context, and about how fast; before a download, too. Exit code 6: no."""
     from rimuru_cli.commands._fit import print_verdict
     from rimuru_cli.fit.wishes import wished_machine
+    from rimuru_cli.settings import BY_NAME, checked
 
     out = Output(json=json)
+    precision = checked(BY_NAME["kv"], kv or "auto", "--kv")
     machine = wished_machine(vram=vram, ram=ram, link=link)
     from rimuru_cli.fit import check_fit
     from rimuru_cli.hub.source import open_source
@@ -48,7 +51,7 @@ def fit(
     with out.progress() as progress:
         progress(f"Looking for {model}", 0, 0)
         source = open_source(model, progress=progress)
-    verdict = check_fit(source.name, source.config, source.index, machine=machine)
+    verdict = check_fit(source.name, source.config, source.index, machine=machine, kv=precision)
     print_verdict(verdict, out, downloaded=source.place != "hub")
     if source.place == "demo" and verdict.runs and not json:
         out.note("`rimuru chat` keeps half of this model's experts out on purpose, so that there is something to see.", "dim")

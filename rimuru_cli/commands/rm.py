@@ -14,7 +14,9 @@ def rm(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL[@REVISION]", help="As `rimuru list --all` names it; without a revision all of them.", show_default=False
+            metavar="MODEL[:VARIANT][@REVISION]",
+            help="As `rimuru list --all` names it; without a variant or a revision all of them.",
+            show_default=False,
         ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,

@@ -29,6 +29,8 @@ def run(
     stop: options.StopOpt = None,
     memory: options.MemoryOpt = None,
     context: options.ContextOpt = None,
+    kv: options.KVOpt = None,
+    quant: options.QuantOpt = None,
     profile: options.ProfileOpt = None,
     dashboard: options.DashboardOpt = None,
     temperature: options.TemperatureOpt = None,

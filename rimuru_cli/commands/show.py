@@ -18,4 +18,4 @@ def show(model: options.SeenModelArg, json: options.JsonFlag = False) -> None:
         progress(f"Looking for {model}", 0, 0)
         source = open_source(model, progress=progress)
     facts = describe(source)
-    print_model({**facts, "pages": page_facts(source.config, facts["precision"])}, out)
+    print_model({**facts, "pages": page_facts(source.config, source.tensors.formats)}, out)

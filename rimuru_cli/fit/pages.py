@@ -4,32 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from rimuru_cli.engine.config import EngineConfig, page_geometry
+from rimuru_cli.engine.config import EngineConfig, kv_bytes, page_geometry
+from rimuru_cli.engine.device.hybrid_plan import state_bytes
+from rimuru_cli.engine.experts.planes import has_product
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.fit.shape import IN_MEMORY_ON_CPU
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError
 from rimuru_models.headers import DTYPE_BITS
+from rimuru_models.quantization.formats import WeightFormats
 
 
-def page_facts(config: ModelConfig, precision: str) -> dict[str, Any]:
-    """Page sizes on a GPU, where pages hold the files' own format, and on a CPU, where they hold float32; JSON-able, in bytes.
+def page_facts(config: ModelConfig, formats: WeightFormats) -> dict[str, Any]:
+    """Page sizes on a GPU, where pages hold the files' own format, and on a CPU, where plain numbers are float32; JSON-able, in bytes.
 
     Args:
-        precision: safetensors name of the experts' format.
+        formats: what every weight is stored as.
 
     Returns:
         "gpu" and "cpu"; None for one where no page geometry holds this model.
     """
     return {
-        "gpu": _facts(config, DTYPE_BITS[precision] // 8),
-        "cpu": _facts(config, IN_MEMORY_ON_CPU.itemsize),
+        "gpu": _facts(config, DTYPE_BITS[formats.computing] // 8, formats),
+        "cpu": _facts(config, IN_MEMORY_ON_CPU.itemsize, formats, planes=has_product()),
     }
 
 
-def _facts(config: ModelConfig, itemsize: int) -> dict[str, Any] | None:
+def _facts(config: ModelConfig, itemsize: int, formats: WeightFormats, *, planes: bool = False) -> dict[str, Any] | None:
     try:
-        geometry, block_tokens = page_geometry(config, itemsize, EngineConfig())
+        geometry, block_tokens = page_geometry(config, itemsize, EngineConfig(), formats, planes=planes)
     except DoesNotFitError:
         return None
     recurrent = config.recurrent
@@ -44,14 +47,8 @@ def _facts(config: ModelConfig, itemsize: int) -> dict[str, Any] | None:
         "kv_page_bytes": geometry.kv_page_bytes,
         "block_tokens": block_tokens,
         "kv_bytes_per_token": geometry.kv_page_bytes * len(config.attention_layers) // block_tokens,
+        "kv_precision": "F32" if itemsize == 4 else formats.compute_dtype,
+        "kv_q8_bytes_per_token": kv_bytes(config, itemsize, EngineConfig(kv="q8")) * len(config.attention_layers),
         "conv_row_bytes": None if recurrent is None else recurrent.conv_row_bytes(itemsize),
         "state_bytes_per_sequence": state_bytes(config, itemsize),
     }
-
-
-def state_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Recurrent and convolution states of one sequence, over all layers that have them; 0 for a model of attention alone."""
-    if config.recurrent is None:
-        return 0
-    per_layer = config.recurrent.state_bytes + config.recurrent.conv_rows * config.recurrent.conv_row_bytes(itemsize)
-    return len(config.recurrent_layers) * per_layer

@@ -6,13 +6,12 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from typing import Literal
 
-from rimuru_cli.engine.config import EngineConfig, MemoryPlan, plan_memory
-from rimuru_cli.engine.device.plan import DevicePlan, pinned_budget, plan_device_memory, why_not_on_a_device
+from rimuru_cli.engine.config import EngineConfig, KVPrecision, MemoryPlan, plan_memory
+from rimuru_cli.engine.device.plan import DevicePlan, pinned_budget, plan_device_memory
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.fit.machine import Gpu, Machine
 from rimuru_cli.fit.shape import IN_MEMORY_ON_CPU, ModelShape, NumberFormat
 from rimuru_models.errors import DoesNotFitError
-from rimuru_models.layout import expert_bytes
 
 MIB = 1 << 20
 CUDA_PROGRAM_BYTES = 480 * MIB
@@ -29,7 +28,7 @@ class Placement:
     Attributes:
         device: what computes.
         plan: the engine's own division of memory.
-        computing: format of weights and cache while they are computed with.
+        computing: format of plain weights and cache while they are computed with.
         ram_free_bytes: main memory that was free.
     """
 
@@ -42,7 +41,12 @@ class Placement:
     @property
     def expert_bytes(self) -> int:
         """Bytes of one expert in the pool."""
-        return expert_bytes(self.shape.config, self.computing.itemsize)
+        return self.plan.experts.expert_bytes
+
+    @property
+    def read_per_token(self) -> int:
+        """Bytes of dense weights that a token reads; see `ModelShape.read_per_token`."""
+        return self.shape.read_per_token(self.computing.itemsize, self.shape.packed_dense if self.device == "gpu" else None)
 
     @property
     def kv_token_bytes(self) -> int:
@@ -91,32 +95,33 @@ class Placement:
         return self.plan.division.huge_pages(expert_pages, kv_pages, 1 if context else 0)
 
 
-def place_on_gpu(shape: ModelShape, gpu: Gpu, ram_free_bytes: int) -> Placement:
+def place_on_gpu(shape: ModelShape, gpu: Gpu, ram_free_bytes: int, kv: KVPrecision = "auto") -> Placement:
     """As `engine.device.loading` would.
 
     Raises:
         DoesNotFitError: the card's memory is too small. Where main memory is, some experts stay on disk.
     """
     program = gpu.used_bytes + CUDA_PROGRAM_BYTES
-    config = EngineConfig(memory_bytes=gpu.cap_bytes)
+    config = EngineConfig(memory_bytes=gpu.cap_bytes, kv=kv)
     plan = plan_device_memory(
         shape.config,
-        shape.stored,
+        shape.computing,
         config,
         program=program,
         free=max(0, gpu.total_bytes - program),
         max_batch_tokens=config.device_batch_tokens,
+        formats=shape.formats,
     )
-    return Placement("gpu", shape, plan, shape.stored, ram_free_bytes)
+    return Placement("gpu", shape, plan, shape.computing, ram_free_bytes)
 
 
-def place_on_cpu(shape: ModelShape, ram_free_bytes: int) -> Placement:
+def place_on_cpu(shape: ModelShape, ram_free_bytes: int, kv: KVPrecision = "auto") -> Placement:
     """As `engine.loading` would.
 
     Raises:
         DoesNotFitError: main memory is too small.
     """
-    plan = plan_memory(shape.config, EngineConfig(), CPU_PROGRAM_BYTES, available=ram_free_bytes)
+    plan = plan_memory(shape.config, EngineConfig(kv=kv), CPU_PROGRAM_BYTES, available=ram_free_bytes, formats=shape.formats)
     return Placement("cpu", shape, plan, IN_MEMORY_ON_CPU, ram_free_bytes)
 
 
@@ -128,24 +133,22 @@ class Refusal:
     hint: str | None
 
 
-def place(shape: ModelShape, machine: Machine) -> tuple[Placement | Refusal, str | None]:
+def place(shape: ModelShape, machine: Machine, kv: KVPrecision = "auto") -> tuple[Placement | Refusal, str | None]:
     """Where a model would run, or why nowhere; and why the card is not used, None where it is or where there is none to use.
 
     A ceiling that was asked for is kept, as `rimuru chat --vram` keeps it: the CPU does not step in where the card is then too small.
     """
     passed_over = machine.why_no_gpu
-    gpu, left_out = machine.gpu, why_not_on_a_device(shape.config)
-    if gpu is not None and left_out is not None:
-        passed_over = left_out
-    elif gpu is not None:
+    gpu = machine.gpu
+    if gpu is not None:
         try:
-            return place_on_gpu(shape, gpu, machine.ram_free_bytes), None
+            return place_on_gpu(shape, gpu, machine.ram_free_bytes, kv), None
         except DoesNotFitError as error:
             if gpu.cap_bytes is not None:
                 hint = error.hint.replace("--memory", "--vram") if error.hint else None
                 return Refusal(error.what, hint), None
             passed_over = error.what.rstrip(".")
     try:
-        return place_on_cpu(shape, machine.ram_free_bytes), passed_over
+        return place_on_cpu(shape, machine.ram_free_bytes, kv), passed_over
     except DoesNotFitError as error:
         return Refusal(error.what, error.hint), passed_over

@@ -10,22 +10,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rimuru_cli.engine.device.hybrid_plan import state_bytes
 from rimuru_cli.engine.device.plan import buffer_experts
 from rimuru_cli.fit.locality import recorded_hits, uniform_hits
 from rimuru_cli.fit.machine import Gpu, Machine
 from rimuru_cli.fit.placement import Placement
 
 GIGA = 1e9
-# A decode step of 48 layers over 5.2 GB of resident weights takes 2.92 ms (docs/results: qwen3-30b-a3b); at 4.0 TB/s 34 us a layer are left.
+# A decode step of 48 layers over 5.2 GB of resident weights takes 2.92 ms (docs/results: qwen3-30b-a3b); at 4.0 TB/s 34 us a layer remain.
 GPU_LAYER_SECONDS = 34e-6
 # A piece of a prompt is launched operation by operation. Assumed; what was measured is the floor below.
 GPU_PROMPT_LAYER_SECONDS = 150e-6
-# Nor does any piece take less, however short, the host's part of a step: 512 tokens with all experts of 48 layers resident take 86 to 88 ms.
-GPU_PIECE_LAYER_SECONDS = 86e-3 / 48
+# Nor does a piece take less than the host's part of it, however short: with all experts resident 512 tokens of 48 layers take 30 to 33 ms,
+# and pieces of 8 layers beside some 30 sequences 14 ms (docs/results: qwen3-30b-a3b, elasticity).
+GPU_PIECE_SECONDS = 10.8e-3
+GPU_PIECE_LAYER_SECONDS = 0.42e-3
+# Recurrent layers have more launches (docs/results: qwen3.5-35b-a3b): a token takes 3.55 ms with all experts of 40 layers resident, 30 of
+# them recurrent, of which 1.5 ms are 6.1 GB at 4.0 TB/s; and a piece of 512 tokens takes 94 ms.
+GPU_RECURRENT_LAYER_SECONDS = 56e-6
+GPU_RECURRENT_PIECE_SECONDS = (94e-3 - GPU_PIECE_SECONDS - 10 * GPU_PIECE_LAYER_SECONDS) / 30
 # Kernels that read page-locked memory themselves reach 51.2 GB/s where the copy engine reaches 54.4.
 FETCH_OF_LINK = 0.94
-# Matrix products of long prompts reach about half of a card's peak (docs/results: fused-moe, attention-and-fetch).
-PRODUCTS_OF_PEAK = 0.45
+# 4096 tokens, 34 tera-operations, take 61 ms with all experts resident (docs/results: qwen3-30b-a3b): 0.70 of an H200's peak. Other cards
+# have been measured less.
+PRODUCTS_OF_PEAK = 0.6
 # On a CPU (docs/results: cpu-decode): matrix-vector products reach this share of the plain read rate, a layer's small steps take this long,
 # an expert that is missing is converted at this rate, and a processor makes so many products and sums a second in long prompts.
 _CPU_READ_SHARE = 0.6
@@ -86,13 +94,21 @@ def gpu_token_seconds(placement: Placement, gpu: Gpu, context: int, hit_rate: fl
     """Seconds for one generated token after `context` others, when `hit_rate` of the experts it needs are resident."""
     shape = placement.shape
     used = shape.uses_per_token * placement.expert_bytes
-    moved = shape.read_per_token(placement.computing.itemsize) + used + _visible_kv_bytes(placement, context)
-    seconds = moved / (gpu.memory_gb_per_s * GIGA) + shape.config.num_layers * GPU_LAYER_SECONDS
+    moved = placement.read_per_token + used + _visible_kv_bytes(placement, context)
+    # States are read and written, and so they are when they are copied lest the step be computed in vain.
+    moved += 4 * state_bytes(shape.config, placement.computing.itemsize)
+    seconds = moved / (gpu.memory_gb_per_s * GIGA) + _by_layer(placement, GPU_LAYER_SECONDS, GPU_RECURRENT_LAYER_SECONDS)
     missed, unreadable = used * (1 - hit_rate), _unreadable_share(placement, context)
     # Computed again if it lacked an expert that the card cannot read; in part where that happens to some tokens only.
     seconds *= 1 + min(1.0, missed * unreadable / placement.expert_bytes)
     fetched = missed * (1 - unreadable) / (gpu.link_gb_per_s * FETCH_OF_LINK * GIGA)
     return seconds + fetched + missed * unreadable * _brought_seconds_per_byte(placement)
+
+
+def _by_layer(placement: Placement, attention: float, recurrent: float) -> float:
+    """Seconds of all layers, of which each takes so many, with attention or a recurrent mixer."""
+    config = placement.shape.config
+    return len(config.attention_layers) * attention + len(config.recurrent_layers) * recurrent
 
 
 def _unreadable_share(placement: Placement, context: int) -> float:
@@ -115,7 +131,7 @@ def gpu_prompt_range(placement: Placement, gpu: Gpu, tokens: int) -> Range:
         count = min(step, tokens - start)
         link = _streamed_seconds(placement, gpu, residents)
         compute = _gpu_compute_seconds(placement, gpu, count, start)
-        launched = placement.shape.config.num_layers * GPU_PIECE_LAYER_SECONDS
+        launched = GPU_PIECE_SECONDS + _by_layer(placement, GPU_PIECE_LAYER_SECONDS, GPU_RECURRENT_PIECE_SECONDS)
         overlapped += max(link, compute, launched)
         apart += max(link + compute, launched)
     return Range(tokens / apart, tokens / overlapped)
@@ -139,7 +155,7 @@ def _gpu_compute_seconds(placement: Placement, gpu: Gpu, tokens: int, before: in
     products = (2 * shape.active_parameters * tokens + attention) / (gpu.tflops * 1e12 * PRODUCTS_OF_PEAK)
     # A long piece touches every expert of every layer, so all weights are read.
     touched = 1 - (1 - config.top_k / config.num_experts) ** tokens
-    weights = shape.read_per_token(placement.computing.itemsize) + touched * shape.num_experts * placement.expert_bytes
+    weights = placement.read_per_token + touched * shape.num_experts * placement.expert_bytes
     return max(products, weights / (gpu.memory_gb_per_s * GIGA)) + config.num_layers * GPU_PROMPT_LAYER_SECONDS
 
 
@@ -147,7 +163,8 @@ def cpu_token_seconds(placement: Placement, machine: Machine, context: int, hit_
     """Seconds for one generated token on the CPU after `context` others."""
     shape = placement.shape
     used = shape.uses_per_token * placement.expert_bytes
-    moved = shape.read_per_token(placement.computing.itemsize) + used + _visible_kv_bytes(placement, context)
+    moved = placement.read_per_token + used + _visible_kv_bytes(placement, context)
+    moved += 2 * state_bytes(shape.config, placement.computing.itemsize)
     seconds = moved / (machine.ram_gb_per_s * _CPU_READ_SHARE * GIGA) + shape.config.num_layers * _CPU_LAYER_SECONDS
     missed = shape.uses_per_token * (1 - hit_rate) * shape.stored_expert_bytes
     return seconds + missed * _converted_seconds_per_byte(placement)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from rimuru_cli.engine.config import KVPrecision
 from rimuru_cli.fit.machine import Machine, this_machine
 from rimuru_cli.fit.placement import Placement, Refusal, place
 from rimuru_cli.fit.shape import ModelShape, shape_of
@@ -12,6 +13,7 @@ from rimuru_cli.hub.fit import FitVerdict
 from rimuru_models.config import ModelConfig
 from rimuru_models.index import CheckpointIndex
 from rimuru_models.layout import num_parameters
+from rimuru_models.quantization.precision import notices
 
 CONTEXTS = (0, 8192, 32768, 131072)
 PROMPTS = (512, 4096)
@@ -19,7 +21,9 @@ _LITTLE_LOCALITY = 0.5
 """A model whose tokens use more than this share of a layer's experts has little to gain from locality; the recording says little of it."""
 
 
-def check_fit(name: str, config: ModelConfig, index: CheckpointIndex | None = None, *, machine: Machine | None = None) -> FitVerdict:
+def check_fit(
+    name: str, config: ModelConfig, index: CheckpointIndex | None = None, *, machine: Machine | None = None, kv: KVPrecision = "auto"
+) -> FitVerdict:
     """Whether a model runs, and about how fast; see `hub.fit.FitCheck`.
 
     Args:
@@ -27,20 +31,23 @@ def check_fit(name: str, config: ModelConfig, index: CheckpointIndex | None = No
         config: its configuration.
         index: headers of all shards, from the disk or from afar; None: only the configuration is known.
         machine: where; the one this runs on by default.
+        kv: what keys and values are to be stored as.
 
     Raises:
         CheckpointError: `index` and `config` contradict each other.
     """
     machine = machine or this_machine()
     shape = shape_of(config, index)
-    placement, passed_over = place(shape, machine)
+    placement, passed_over = place(shape, machine, kv)
     report: dict[str, Any] = {
         "model": name,
         "architecture": config.architecture,
         "parameters": num_parameters(config),
-        "precision": shape.stored.name,
+        "precision": shape.precision.experts,
+        "dense_precision": shape.precision.dense,
         "stored_bytes": shape.stored_bytes,
         "model_context": config.max_positions,
+        "notices": list(notices(shape.formats)),
         "machine": _machine_facts(machine),
     }
     if isinstance(placement, Refusal):
@@ -66,7 +73,7 @@ def check_fit(name: str, config: ModelConfig, index: CheckpointIndex | None = No
         "gpu_not_used": passed_over,
         "problem": None,
         "hint": None,
-        "memory": _memory_facts(placement),
+        "memory": _memory_facts(placement) | {"kv_precision": placement.computing.name if kv == "auto" else kv},
         "places": _places(placement),
         "largest_context": placement.plan.context,
         "contexts": [_context_row(placement, machine, context) for context in CONTEXTS],

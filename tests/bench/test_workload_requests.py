@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rimuru_cli.bench.workload.requests import MEAN_ANSWER, MEAN_PROMPT, RequestSpec, generate_requests, load_requests
 from rimuru_models.errors import NotFoundError, UsageError
@@ -94,13 +99,21 @@ def test_sharegpt_takes_the_first_exchange_and_skips_what_has_none(tmp_path: Pat
         '{"prompt_tokens": 1, "answer_tokens": 1, "arrival": -1}',
         '{"prompt_tokens": 1, "answer_tokens": 1, "arrival": NaN}',
         "[" * 100_000,
+        '{"prompt_tokens": 1e400, "answer_tokens": 1}',
+        '{"prompt_tokens": 1' + "0" * 5000 + ', "answer_tokens": 1}',
+        '{"prompt_tokens": 16777217, "answer_tokens": 1}',
+        '{"prompt_tokens": [[[[]]]], "answer_tokens": 1}',
+        '{"conversations": []}',
+        '[{"conversations": {"value": "x"}}, null, [[]], "x", {"conversations": [1, 2]}]',
+        '{"prompt_tokens": 1, "answer_tokens": 1}\n{"prompt_tokens": 1, "answer_tokens": 1, "arrival": 1}',
     ],
 )
 def test_a_broken_file_is_refused_in_words(tmp_path: Path, text: str) -> None:
     path = tmp_path / "requests"
     path.write_text(text, "utf-8")
-    with pytest.raises(UsageError, match=r"requests|Line 1"):
+    with pytest.raises(UsageError, match=r"requests|Line 1") as refused:
         load_requests(path)
+    assert len(refused.value.what) < 500, "what is wrong is named, not repeated"
 
 
 def test_binary_and_missing_files_are_refused(tmp_path: Path) -> None:
@@ -111,3 +124,68 @@ def test_binary_and_missing_files_are_refused(tmp_path: Path) -> None:
         load_requests(tmp_path / "none")
     with pytest.raises(UsageError):
         load_requests(tmp_path)
+
+
+def test_devices_are_not_read(tmp_path: Path) -> None:
+    device = Path("/dev/zero")
+    if not device.exists():
+        device = tmp_path  # where there are no devices in the file system, a folder is no file either
+    with pytest.raises(UsageError, match=r"is (no file|a folder)"):
+        load_requests(device)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_what_a_program_writes_into_a_pipe_is_read(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text('{"prompt_tokens": 5, "answer_tokens": 6}\n', "utf-8"))
+    writer.start()
+    assert load_requests(pipe) == [RequestSpec(0.0, 5, 6)]
+    writer.join()
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_harm(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt_tokens": 5, "answer_tokens": 6}\r\n\r\n')
+    assert load_requests(path) == [RequestSpec(0.0, 5, 6)]
+
+
+def test_a_rate_for_requests_that_say_when_they_come_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"arrival": 2, "prompt_tokens": 5, "answer_tokens": 6}', "utf-8")
+    with pytest.raises(UsageError, match="rate means nothing"):
+        load_requests(path, rate=3.0)
+
+
+def test_some_of_a_file_and_nothing_too_long(tmp_path: Path) -> None:
+    """A data set of conversations has some that no model takes, and far more than anybody serves."""
+    path, said = tmp_path / "sharegpt.json", list[str]()
+    lengths = [*range(1, 41), 5000]
+    path.write_text(json.dumps([{"conversations": [{"value": "x" * 4 * n}, {"value": "y" * 4}]} for n in lengths]), "utf-8")
+    chosen = load_requests(path, count=8, longest=4000, seed=3, note=said.append)
+    assert len(chosen) == 8 and len({spec.prompt_tokens for spec in chosen}) == 8
+    assert chosen == load_requests(path, count=8, longest=4000, seed=3)
+    assert chosen != load_requests(path, count=8, longest=4000, seed=4)
+    assert said == ["1 of 41 requests are longer than 4,000 tokens and are left out."]
+    assert len(load_requests(path, count=500)) == 41
+    with pytest.raises(UsageError, match="keeps within 0"):
+        load_requests(path, longest=0)
+
+
+def test_of_requests_with_arrivals_the_first_are_taken(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text("".join(f'{{"arrival": {9 - n}, "prompt_tokens": {n + 1}, "answer_tokens": 6}}\n' for n in range(9)), "utf-8")
+    assert [spec.prompt_tokens for spec in load_requests(path, count=2)] == [9, 8]
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=60, deadline=None)
+def test_whatever_a_file_holds_is_read_or_refused(content: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "file"
+        path.write_bytes(content)
+        try:
+            specs = load_requests(path)
+        except UsageError:
+            return
+        assert all(spec.prompt_tokens >= 1 and spec.answer_tokens >= 1 and spec.arrival >= 0 for spec in specs)

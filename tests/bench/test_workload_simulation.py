@@ -16,6 +16,7 @@ from rimuru_cli.bench.workload.requests import RequestSpec, generate_requests
 from rimuru_cli.bench.workload.routing import TOPICS, SyntheticRouting, inclusion
 from rimuru_cli.bench.workload.simulated import simulated_engine
 from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS
 from rimuru_cli.engine.device.plan import plan_device_memory
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.request import SamplingParams
@@ -44,11 +45,11 @@ def small_model() -> ModelConfig:
     return ModelConfig.from_dict(SMALL, where="small")
 
 
-def small_engine(policy: str, clock: SimulatedClock, spare_mib: int = 24, **changes: Any) -> Engine:
+def small_engine(policy: str, clock: SimulatedClock, spare_mib: int = 24, sequences: int = 64, **changes: Any) -> Engine:
     """32 experts of 1.5 MiB in each of 4 layers; all of them fit, and `spare_mib` beside them."""
     model = small_model()
     chosen = parse_policies(policy)[0]
-    config = EngineConfig(max_sequences=64, context=512, device_batch_tokens=256, **changes)
+    config = EngineConfig(max_sequences=sequences, context=512, device_batch_tokens=256, **changes)
     everything = chosen.configure(replace(config, pool_bytes=4 * 32 * 3 * (512 * 512 * 2) + spare_mib * (1 << 20)), model)
     return simulated_engine("small", model, everything, H200, clock, profiled=chosen.profiled)
 
@@ -115,20 +116,46 @@ def test_elastic_serves_more_at_once_in_fewer_steps_and_gives_experts_back() -> 
 
 
 def test_paced_leaves_experts_where_they_are_when_they_are_worth_more() -> None:
-    seconds = {}
-    for policy in ("static", "elastic", "paced"):
+    seconds, least = {}, {}
+    for policy in ("static:paced", "elastic", "paced"):
         clock = SimulatedClock()
         with small_engine(policy, clock, spare_mib=16) as engine:
-            run = run_workload(engine, specs(40), clock)
-        seconds[policy] = run.steps[-1].end
-    assert seconds["paced"] < seconds["elastic"]
-    assert seconds["paced"] <= 1.05 * seconds["static"]
+            run = run_workload(engine, specs(150), clock)
+        seconds[policy], least[policy] = run.steps[-1].end, min(step.resident for step in run.steps)
+    assert seconds["paced"] < 0.6 * seconds["elastic"]
+    assert seconds["paced"] <= 1.02 * seconds["static:paced"]
+    assert least["paced"] >= 0.9 * least["static:paced"] > least["elastic"], "what it lets in does not make the next one worth it"
+
+
+def test_paced_stays_within_captured_steps_unless_wide_ones_are_faster() -> None:
+    """With all experts beside 100 sequences a step takes as long as its launches; with few, as long as their copies."""
+    many = [RequestSpec(0.0, 20, 60)] * 100
+    peaks = {}
+    for policy, spare in (("static", 200), ("static:paced", 200), ("paced", 200), ("paced", -40)):
+        clock = SimulatedClock()
+        with small_engine(policy, clock, spare_mib=spare, sequences=100) as engine:
+            peaks[policy, spare] = max(step.running for step in run_workload(engine, many, clock).steps)
+    assert peaks["static", 200] == 100
+    assert peaks["static:paced", 200] == peaks["paced", 200] == MAX_ON_DEMAND_ROWS
+    assert peaks["paced", -40] > MAX_ON_DEMAND_ROWS
+
+
+def test_paced_reads_fewer_prompts_at_a_time_and_more_of_them_together() -> None:
+    """Where everybody waits while a prompt is read, newcomers come in groups."""
+    prompts, seconds = {}, {}
+    for policy in ("static", "static:paced"):
+        clock = SimulatedClock()
+        with small_engine(policy, clock, spare_mib=24) as engine:
+            run = run_workload(engine, specs(150), clock)
+        prompts[policy], seconds[policy] = sum(step.prefill_rows > 0 for step in run.steps), run.steps[-1].end
+    assert prompts["static:paced"] < 0.9 * prompts["static"]
+    assert seconds["static:paced"] < seconds["static"]
 
 
 def test_a_request_that_the_memory_left_cannot_hold_is_refused_before_anything_runs() -> None:
     model = ModelConfig.from_dict(SHAPES["qwen1.5-moe-a2.7b"], where="shape")
     config = EngineConfig(context=4096, expert_offload_limit=0)
-    format_, limit = shape_of(model, None).stored, config.device_batch_tokens
+    format_, limit = shape_of(model, None).computing, config.device_batch_tokens
     plan = plan_device_memory(model, format_, config, program=CUDA_PROGRAM_BYTES, free=80 * GIB, max_batch_tokens=limit)
     clock = SimulatedClock()
     with simulated_engine("shape", model, replace(config, memory_bytes=plan.minimum), H200, clock) as engine:
@@ -194,7 +221,7 @@ def test_one_token_costs_what_fit_says() -> None:
     model = ModelConfig.from_dict(SHAPES["qwen1.5-moe-a2.7b"], where="shape")
     shape = shape_of(model, None)
     cost = CostModel(shape, H200)
-    load = StepLoad(rows=1, visible=1001, held=1000, touched=np.full(24, 4), captured=True)
+    load = StepLoad(rows=1, sequences=1, visible=1001, held=1000, touched=np.full(24, 4), captured=True)
     expected = gpu_token_seconds(place_on_gpu(shape, H200, 64 * GIB), H200, 1000, 1.0)
     assert cost.on_demand(cost.compute(load), 0) == pytest.approx(expected, rel=1e-3)
 
@@ -219,6 +246,8 @@ def test_names_of_policies_read_back() -> None:
         Policy("fixed", 0.25),
         Policy("elastic", live=False),
         Policy("paced", profiled=False, hysteresis=False, eol=3),
+        Policy("static", admission=True),
+        Policy("fixed", 0.5, live=False, admission=True),
     ):
         assert parse_policies(policy.name) == [policy]
     assert len(parse_policies("fixed")) > 3 and {p.kind for p in parse_policies("fixed")} == {"fixed"}

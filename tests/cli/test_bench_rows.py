@@ -69,6 +69,17 @@ def test_several_sequences_are_rows_of_their_own(cli: Cli) -> None:
     assert all(row["t/s"] > 0 for row in rows)
 
 
+def test_a_hybrid_shape_with_a_made_up_routing(cli: Cli) -> None:
+    words = ("--model-shape", "tiny-hybrid", "--random-weights", "--routing-trace", "synthetic", "-p", "8", "-n", "3", "--json")
+    code, out, err = cli("pp", "tg", *words)
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert [(row["test"], row.get("routing")) for row in report["rows"]] == [("pp8", None), ("tg3", "uniform"), ("tg3", "synthetic")]
+    assert report["trace"] == "synthetic" and all(row["t/s"] > 0 for row in report["rows"])
+    code, _, err = cli("pp", *words[:-1])
+    assert code == 2 and "replayed by tg" in err
+
+
 def test_the_table_for_people(cli: Cli) -> None:
     code, out, err = cli("pp", *TINY, "--prompt", "4")
     header, _, row = out.splitlines()

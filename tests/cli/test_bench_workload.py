@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import threading
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +17,7 @@ from rimuru_cli.bench import gpu_only
 from rimuru_cli.bench.workload import case_study, run
 from rimuru_cli.bench.workload.case_study import best_of_kind, choose_limit, ratios
 from rimuru_cli.commands._workload import sparkline
+from rimuru_cli.engine.engine import Engine
 from rimuru_cli.main import main
 from rimuru_kernels.backend import Backend
 
@@ -173,7 +177,12 @@ def test_requests_from_a_file(cli: Cli, tmp_path: Path) -> None:
         (("--simulate", "--case-study", "--rate", "3"), 2, "own requests"),
         (("--simulate", "--limits"), 2, "belongs to --case-study"),
         (("--simulate", "--requests", "nowhere.jsonl"), 3, "no file"),
-        (("--simulate", "--requests", "nowhere.jsonl", "--count", "3"), 2, "leave it away"),
+        (("--simulate", "--requests", "."), 2, "is a folder"),
+        (("--simulate", "--requests", "long.jsonl", "--longest", "8"), 2, "keeps within 8"),
+        (("--simulate", "--requests", "timed.jsonl", "--rate", "3"), 2, "a rate means nothing"),
+        (("--simulate", "--routing", "odd"), 2, "one of recorded"),
+        (("--routing", "uniform"), 2, "belongs to --simulate"),
+        (("--simulate", "--svg", "."), 2, "it is a folder"),
         (("--simulate", "--svg", "nowhere/x.svg"), 2, "does not exist"),
         (("--count", "3"), 6, "needs a CUDA device"),
     ],
@@ -183,6 +192,7 @@ def test_what_cannot_be_is_refused_in_words(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("long.jsonl").write_text('{"prompt_tokens": 9000, "answer_tokens": 1}', encoding="utf-8")
+    Path("timed.jsonl").write_text('{"prompt_tokens": 9, "answer_tokens": 1, "arrival": 2}', encoding="utf-8")
     found, out, err = cli(*words)
     assert (found, out) == (code, "") and said in " ".join(err.split())
 
@@ -201,6 +211,7 @@ def row(kind: str, throughput: float, eol: int | None = None, **more: Any) -> di
 
 def test_the_best_of_each_kind_is_the_fastest_that_fits() -> None:
     rows = [row("fixed", 3.0), row("fixed", 5.0, share=0.2), row("fixed", 9.0, error="too small"), row("elastic", 6.0)]
+    rows.append(row("fixed", 7.0, plain=False))
     best = best_of_kind(rows)
     assert best["fixed"]["share"] == 0.2 and set(best) == {"fixed", "elastic"}
     assert ratios(best) == {"elastic_steps_of_fixed": 1.0, "elastic_peak_concurrency_of_fixed": 1.0, "elastic_throughput_of_fixed": 1.2}
@@ -217,3 +228,76 @@ def test_a_sparkline_keeps_peaks_and_fills_gaps(monkeypatch: pytest.MonkeyPatch)
     assert sparkline([0, 1, 2, 3], [8, 4, 8, 0], 4, 8, 4) == "█▄█"
     assert sparkline([0, 0.1, 0.2, 4], [1, 8, 1, 4], 4, 8, 4) == "█▄▄▄"
     assert sparkline([], [], 0, 0, 10) == ""
+
+
+def test_a_disk_without_room_for_the_picture_costs_the_picture_only(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: Path, *args: Any, **kwargs: Any) -> int:
+        self.write_bytes(b"<svg")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    picture = tmp_path / "curves.svg"
+    picture.write_text("an older picture", encoding="utf-8")
+    monkeypatch.setattr(Path, "write_text", full)
+    code, out, err = cli("--simulate", "--count", "3", "--longest", "40", "--policy", "static", "--svg", str(picture))
+    assert code == 5 and "static" in out and "space" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["curves.svg"] and picture.read_bytes() == b"an older picture"
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
+def test_links_and_pipes_stay_what_they_are(cli: Cli, tmp_path: Path) -> None:
+    words = ("--simulate", "--count", "2", "--longest", "20", "--policy", "static", "--svg")
+    link, target, pipe = tmp_path / "link.svg", tmp_path / "target.svg", tmp_path / "pipe"
+    target.write_text("old", encoding="utf-8")
+    link.symlink_to(target)
+    assert cli(*words, str(link))[0] == 0
+    assert link.is_symlink() and target.read_text(encoding="utf-8").startswith("<svg")
+    os.mkfifo(pipe)
+    read: list[str] = []
+    reader = threading.Thread(target=lambda: read.append(pipe.read_text(encoding="utf-8")))
+    reader.start()
+    assert cli(*words, str(pipe))[0] == 0
+    reader.join()
+    assert pipe.is_fifo() and read[0].startswith("<svg")
+
+
+def test_ctrl_c_in_the_middle_ends_with_130_and_gives_everything_back(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Engine] = []
+    close = Engine.close
+
+    def tell(engine: Engine) -> None:
+        close(engine)
+        closed.append(engine)
+
+    class Impatient(run.SimulatedClock):
+        def advance(self, seconds: float) -> None:
+            super().advance(seconds)
+            if self.now() > 0.2:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(Engine, "close", tell)
+    monkeypatch.setattr(run, "SimulatedClock", Impatient)
+    code, out, err = cli("--simulate", "--count", "30", "--policy", "elastic", "--policy", "static")
+    assert (code, out) == (130, "") and "Traceback" not in err
+    assert len(closed) == 1 and closed[0].snapshot().resident_experts == 0
+
+
+@pytest.mark.parametrize("columns", ["1", "20", "500"])
+def test_any_width_of_a_terminal_will_do(cli: Cli, monkeypatch: pytest.MonkeyPatch, columns: str) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    code, out, _ = cli("--simulate", "--count", "3", "--longest", "40", "--policy", "static", "--policy", "fixed:10%")
+    assert code == 0 and "fixed:10%" in out
+
+
+def test_variants_stand_side_by_side_in_one_run(cli: Cli) -> None:
+    names = ["paced", "paced:no-profile", "paced:no-live", "paced:no-hysteresis", "paced:eol=20", "fixed:10%:no-live", "static:paced"]
+    words = [word for name in names for word in ("--policy", name)]
+    rows = report(cli, "--simulate", "--routing", "uniform", "--count", "8", "--longest", "60", *words)["rows"]
+    assert [row["policy"] for row in rows] == names and [row["plain"] for row in rows] == [True] + [False] * 6
+
+
+def test_a_model_with_recurrent_layers_is_simulated(cli: Cli) -> None:
+    words = ("--simulate", "--model-shape", "qwen3.5-35b-a3b", "--vram", "24GiB", "--count", "12", "--longest", "60")
+    static, fixed, elastic = report(cli, *words, "--policy", "static", "--policy", "fixed:80%", "--policy", "elastic")["rows"]
+    assert "at least" in static["error"]
+    for one in (fixed, elastic):
+        assert one["completed"] == 12 and max(one["curves"]["states_bytes"]) > 0

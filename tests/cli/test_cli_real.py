@@ -212,4 +212,4 @@ def test_bench_decode_passes_its_flags(cli: Cli, checkpoint: Path, monkeypatch: 
     code, out, _ = cli("bench", "decode", str(checkpoint), "--vs", "transformers", "--tokens", "9", "--residency", "50%")
     assert code == 0 and out.splitlines()[0].split() == ["runner", "tokens", "per", "second", "ratio"]
     del seen["progress"]
-    assert seen == {"model_dir": checkpoint, "versus": "transformers", "tokens": 9, "residency": 0.5}
+    assert seen == {"model_dir": checkpoint, "versus": "transformers", "other": None, "tokens": 9, "residency": 0.5}

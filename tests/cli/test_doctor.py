@@ -206,8 +206,10 @@ def test_what_follows_is_said_for_every_kind_of_machine(here: Machine) -> None:
     said = doctor.examine()["therefore"]
     assert any("about 4.0 GiB of experts" in line and "the driver locks no more" in line for line in said)
     assert any("gives nothing back" in line for line in said)
+    assert any("experts and dense part stay as the files have them" in line and "--kv q8" in line for line in said)
     quick = doctor.examine(quick=True)["therefore"]
     assert any("up to 51.0 GiB of experts" in line and "GB/s" not in line for line in quick)
     here.without_gpu()
     said = doctor.examine()["therefore"]
     assert any("run on the CPU" in line for line in said) and any("up to 42.0 GiB" in line for line in said)
+    assert any("quantised experts stay" in line and "float32" in line and "--kv q8" in line for line in said)

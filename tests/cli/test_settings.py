@@ -28,7 +28,7 @@ def test_flag_beats_variable_beats_file_beats_default(tmp_path: Path) -> None:
 
 
 def test_every_setting_can_come_from_each_place(tmp_path: Path) -> None:
-    values = {"model": "m", "memory": "50%", "system": "s", "think": "on", "profile": "p"}
+    values = {"model": "m", "memory": "50%", "system": "s", "think": "on", "profile": "p", "kv": "q8", "quant": "int4"}
     for setting in SETTINGS:
         value = values.get(setting.name, "1")
         assert resolve({}, file=tmp_path / "none", environ={setting.variable: value}).origins[setting.name].source == "variable"

@@ -15,6 +15,7 @@ from released_shapes import MIXTRAL, OLMOE, QWEN1_5_MOE, QWEN3_30B
 from rimuru_cli.fit import check_fit
 from rimuru_cli.fit.machine import Gpu, Machine
 from rimuru_cli.fit.pages import page_facts
+from rimuru_cli.fit.shape import shape_of
 from rimuru_cli.hub.fit import FitCheck
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError
@@ -138,6 +139,6 @@ def test_any_machine_gets_an_answer(
 def test_pages_of_released_hybrids(name: str, page: int, state: int, huge: int, kv_token: int) -> None:
     found = next((values for key, values in RELEASED.items() if key.startswith(name.rsplit("-a", 1)[0])), None)
     assert found is not None, sorted(RELEASED)
-    facts = page_facts(ModelConfig.from_dict(found), "BF16")["gpu"]
+    facts = page_facts(ModelConfig.from_dict(found), shape_of(ModelConfig.from_dict(found), None).formats)["gpu"]
     assert (facts["P_e"], facts["P_s"], facts["P_h"], facts["kv_bytes_per_token"]) == (page, state, huge, kv_token)
     assert facts["state_bytes_per_sequence"] > 0

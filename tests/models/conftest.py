@@ -14,8 +14,8 @@ from torch import Tensor
 
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.loader import load_model
+from rimuru_models.readers import open_reader
 from rimuru_models.resident import ResidentExperts, ResidentKVCache, ResidentStates
-from rimuru_models.weights import CheckpointReader
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -64,7 +64,7 @@ class ResidentRun:
     """One of our models with everything in plain memory, fed token by token or chunk by chunk."""
 
     def __init__(self, folder: Path, num_sequences: int = 1, dtype: torch.dtype = torch.float32) -> None:
-        with CheckpointReader(folder) as reader:
+        with open_reader(folder) as reader:
             self.config = reader.config
             self.model = load_model(reader, dtype)
             self.experts = ResidentExperts(reader, dtype)

@@ -13,6 +13,7 @@ from rimuru_cli.bench.workload.chart import Line, Panel
 from rimuru_cli.bench.workload.policies import SHARES, Policy
 from rimuru_cli.bench.workload.requests import RequestSpec, generate_requests
 from rimuru_cli.bench.workload.run import Progress, Setting, run_policies
+from rimuru_cli.engine.config import EngineConfig
 from rimuru_models.errors import UsageError
 
 SHAPE, CEILING = "qwen1.5-moe-a2.7b", 32 << 30
@@ -27,13 +28,14 @@ PAPER = {
     "peak_concurrency": {"static": 34, "fixed": 74, "elastic": 90},
     "steps": {"static": 2100, "fixed": 1300, "elastic": 1000},
 }
+_KINDS = (("experts", "expert"), ("KV cache", "kv"), ("states", "states"), ("free", "free"), ("buffers", "buffer"))
 _SWEEP = 6
 _TIE = 0.99
 """Limits that reach this share of the best throughput are as good; of those the one that offloads most is taken."""
 
 
 def run_case_study(setting: Setting, *, count: int = COUNT, limits: bool = False, progress: Progress | None = None) -> dict[str, Any]:
-    """Static, every fixed share that fits, elastic and paced, on the same requests.
+    """Static, every fixed share that fits, elastic and paced on the same requests; and static with paced's admission.
 
     Args:
         count: requests.
@@ -50,7 +52,9 @@ def run_case_study(setting: Setting, *, count: int = COUNT, limits: bool = False
         raise UsageError("A case study needs at least one request.")
     specs = generate_requests(count, longest=LONGEST, seed=setting.seed)
     fixed = [Policy("fixed", share) for share in SHARES]
-    report = run_policies(specs, [Policy("static"), *fixed, Policy("elastic"), Policy("paced")], setting, progress=progress)
+    report = run_policies(
+        specs, [Policy("static"), *fixed, Policy("elastic"), Policy("paced"), Policy("static", admission=True)], setting, progress=progress
+    )
     policies = best_of_kind(report["rows"])
     study = {**report, "case_study": True, "policies": policies, "ratios": ratios(policies), "assumed": list(ASSUMED)}
     if (setting.shape, setting.ceiling) == (SHAPE, CEILING):
@@ -61,11 +65,11 @@ def run_case_study(setting: Setting, *, count: int = COUNT, limits: bool = False
 
 
 def best_of_kind(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Of each kind of policy that fits, the row with the highest throughput, without its curves."""
+    """Of each kind of policy that fits, unchanged, the row with the highest throughput, without its curves."""
     best: dict[str, dict[str, Any]] = {}
     for row in rows:
         known = best.get(row["kind"])
-        if "error" not in row and (known is None or row["throughput"] > known["throughput"]):
+        if "error" not in row and row.get("plain", True) and (known is None or row["throughput"] > known["throughput"]):
             best[row["kind"]] = {name: value for name, value in row.items() if name != "curves"}
     return best
 
@@ -85,14 +89,14 @@ def sweep_limits(kind: str, specs: Sequence[RequestSpec], setting: Setting, *, p
     """How sensitive a policy is to the most experts of a layer that may be absent.
 
     Returns:
-        "rows" as of `run_policies` with "eol"; "chosen": the limit to take for this shape, None: no limit.
+        "rows" as of `run_policies` with "eol"; "chosen": the limit to take for this shape, None: no limit; "default": the engine's own.
     """
     most = setting.model.num_experts
     values = [round(most * step / _SWEEP) for step in range(1, _SWEEP)]
     policies = [Policy(kind, eol=eol) for eol in values] + [Policy(kind)]
     rows = run_policies(specs, policies, setting, progress=progress)["rows"]
     rows = [{**{k: v for k, v in row.items() if k != "curves"}, "eol": eol} for row, eol in zip(rows, [*values, None], strict=True)]
-    return {"rows": rows, "chosen": choose_limit(rows)}
+    return {"rows": rows, "chosen": choose_limit(rows), "default": EngineConfig().expert_offload_limit}
 
 
 def choose_limit(rows: Sequence[dict[str, Any]]) -> int | None:
@@ -124,7 +128,8 @@ def panels(report: dict[str, Any]) -> list[Panel]:
             series = row["curves"]
             lines = [
                 Line(name, series["seconds"], [value / 2**30 for value in series[f"{kind}_bytes"]])
-                for name, kind in (("experts", "expert"), ("KV cache", "kv"), ("free", "free"), ("buffers", "buffer"))
+                for name, kind in _KINDS
+                if kind != "states" or any(series["states_bytes"])
             ]
             pictures.append(Panel(f"The pool under {row['policy']}", "seconds", "GiB", lines))
     return pictures

@@ -1,6 +1,7 @@
 """Seconds of a step: arithmetic or memory, whichever is longer, and the link beside or behind it. Constants are those of `rimuru fit`.
 
-Time of the host is left out, and so is what overlaps across steps: a step begins when the one before is over.
+Of the host's time only what launching an uncaptured step takes is there; what overlaps across steps is left out: a step begins when the one
+before is over. docs/results/elasticity.md compares with a run on a GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from rimuru_cli.engine.device.hybrid_plan import state_bytes
 from rimuru_cli.fit.machine import Gpu
 from rimuru_cli.fit.shape import ModelShape
 from rimuru_cli.fit.speed import (
@@ -17,10 +19,12 @@ from rimuru_cli.fit.speed import (
     GIGA,
     GPU_LAYER_SECONDS,
     GPU_PIECE_LAYER_SECONDS,
+    GPU_PIECE_SECONDS,
     GPU_PROMPT_LAYER_SECONDS,
+    GPU_RECURRENT_LAYER_SECONDS,
+    GPU_RECURRENT_PIECE_SECONDS,
     PRODUCTS_OF_PEAK,
 )
-from rimuru_models.layout import expert_bytes
 
 H200 = Gpu("NVIDIA H200", 143_771 << 20, 0, 4000.0, 800.0, 54.4)
 """The card of docs/results, as measured there."""
@@ -31,12 +35,14 @@ class StepLoad:
     """What a step computes.
 
     Attributes:
-        rows: tokens; visible: tokens that all of them see together; held: tokens of the sequences' caches, each read once.
+        rows: tokens; sequences: that they belong to; visible: tokens that all of them see together.
+        held: tokens of the sequences' caches, each read once.
         touched: int64 [MoE layers], experts that are used.
         captured: one captured graph, as decode steps on demand are; else launched operation by operation.
     """
 
     rows: int
+    sequences: int
     visible: float
     held: int
     touched: NDArray[np.int64]
@@ -51,13 +57,18 @@ class CostModel:
     """
 
     def __init__(self, shape: ModelShape, gpu: Gpu) -> None:
-        config, size = shape.config, shape.stored.itemsize
+        config, size = shape.config, shape.computing.itemsize
         self.copy = gpu.link_gb_per_s * GIGA
         self.fetch = self.copy * FETCH_OF_LINK
-        self.expert_bytes = expert_bytes(config, size)
-        self._layers = config.num_layers
-        self._dense = shape.read_per_token(size)
+        self.expert_bytes = shape.stored_expert_bytes
+        recurrent = len(config.recurrent_layers)
+        others = config.num_layers - recurrent
+        self._captured = others * GPU_LAYER_SECONDS + recurrent * GPU_RECURRENT_LAYER_SECONDS
+        self._launches = config.num_layers * GPU_PROMPT_LAYER_SECONDS
+        self._piece = GPU_PIECE_SECONDS + others * GPU_PIECE_LAYER_SECONDS + recurrent * GPU_RECURRENT_PIECE_SECONDS
+        self._dense = shape.read_per_token(size, shape.packed_dense)
         self._kv_token = 2 * config.num_kv_heads * config.head_dim * size * len(config.attention_layers)
+        self._states = state_bytes(config, size)
         self._memory = gpu.memory_gb_per_s * GIGA
         self._products = gpu.tflops * 1e12 * PRODUCTS_OF_PEAK
         self._flops_per_row = 2 * shape.active_parameters
@@ -66,13 +77,14 @@ class CostModel:
     def compute(self, load: StepLoad) -> NDArray[np.float64]:
         """Seconds of each MoE layer, float64 [MoE layers]; everything else is spread over them evenly."""
         count = len(load.touched)
-        moved = (self._dense + load.held * self._kv_token) / count + load.touched * float(self.expert_bytes)
+        # Recurrent states are read and written, each once a sequence.
+        everywhere = self._dense + load.held * self._kv_token + 2 * load.sequences * self._states
+        moved = everywhere / count + load.touched * float(self.expert_bytes)
         products = (self._flops_per_row * load.rows + self._flops_per_pair * load.visible) / self._products / count
-        share = self._layers / count
-        launches = GPU_LAYER_SECONDS if load.captured else GPU_PROMPT_LAYER_SECONDS
-        # The host launches an uncaptured step layer by layer, and the card cannot be ahead of it.
-        floor = 0.0 if load.captured else GPU_PIECE_LAYER_SECONDS * share
-        seconds: NDArray[np.float64] = np.maximum(np.maximum(moved / self._memory, products) + launches * share, floor)
+        launches = self._captured if load.captured else self._launches
+        # The host launches an uncaptured step layer by layer, and the card is never far ahead of it.
+        floor = 0.0 if load.captured else self._piece / count
+        seconds: NDArray[np.float64] = np.maximum(np.maximum(moved / self._memory, products) + launches / count, floor)
         return seconds
 
     def on_demand(self, compute: NDArray[np.float64], missed: int) -> float:

@@ -135,6 +135,7 @@ def run_workload(
                 bytes_by_kind={
                     "expert": after.resident * expert_bytes,
                     "kv": after.kv_bytes,
+                    "states": after.state_bytes,
                     "buffer": after.buffer_bytes,
                     "free": after.free_bytes,
                 },

@@ -2,11 +2,12 @@
 
     static          all experts resident; the rest of the pool is for sequences
     fixed:20%       that share of every layer's experts is absent, always
-    elastic         the paper's: experts leave whenever sequences need pages (Algorithm 1, admission `eager`)
-    paced           as elastic, but only for sequences that are worth it (admission `paced`); rimuru's default
+    elastic         the paper's: experts leave whenever sequences need pages (Algorithm 1)
+    paced           as elastic, but only sequences that are worth it are let in (admission `paced`); rimuru's default
 
-Each takes changes behind further colons: no-profile (nothing is known about experts at the start), no-live (the profile alone ranks them),
-no-hysteresis (experts come back as soon as pages are free), eol=N (at most N absent experts a layer).
+All but the last let in whoever finds room (admission `eager`). Each takes changes behind further colons: no-profile (nothing is known about
+experts at the start), no-live (the profile alone ranks them), no-hysteresis (experts come back as soon as pages are free), eol=N (at most N
+absent experts a layer), paced (static and fixed: with the default's admission, which shows what elasticity adds to it).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KINDS = ("static", "fixed", "elastic", "paced")
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 """Absent shares that `fixed` without one stands for."""
 
-_HINT = "For example: static, fixed, fixed:20%, elastic, paced, elastic:no-live, paced:eol=12."
+_HINT = "For example: static, fixed, fixed:20%, elastic, paced, elastic:no-live, paced:eol=12, static:paced."
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Policy:
         share: absent experts of each layer, between 0 and 1, for "fixed".
         profiled, live, hysteresis: whether these are on.
         eol: most absent experts of a layer; None: only the floor counts.
+        admission: whether `paced` decides who is let in, for "static" and "fixed".
     """
 
     kind: str
@@ -44,13 +46,20 @@ class Policy:
     live: bool = True
     hysteresis: bool = True
     eol: int | None = None
+    admission: bool = False
 
     @property
     def name(self) -> str:
         """As it is typed."""
         parts = [self.kind] + ([] if self.share is None else [f"{100 * self.share:g}%"])
         off = {"no-profile": self.profiled, "no-live": self.live, "no-hysteresis": self.hysteresis}
-        return ":".join(parts + [word for word, on in off.items() if not on] + ([] if self.eol is None else [f"eol={self.eol}"]))
+        limit = [] if self.eol is None else [f"eol={self.eol}"]
+        return ":".join(parts + [word for word, on in off.items() if not on] + limit + (["paced"] if self.admission else []))
+
+    @property
+    def plain(self) -> bool:
+        """Whether nothing is changed about it."""
+        return self == Policy(self.kind, self.share)
 
     def configure(self, config: EngineConfig, model: ModelConfig) -> EngineConfig:
         """The same settings under this policy.
@@ -63,14 +72,20 @@ class Policy:
         constants = AdjusterConstants()
         if not self.hysteresis:
             constants = replace(constants, high_free=constants.low_free)
-        config = replace(config, live_ranking=self.live, expert_offload_limit=self.eol, adjuster=partial(decide, constants=constants))
+        config = replace(
+            config,
+            live_ranking=self.live,
+            expert_offload_limit=self.eol,
+            adjuster=partial(decide, constants=constants),
+            admission=paced if self.admission or self.kind == "paced" else eager,
+        )
         if self.kind == "static":
             return replace(config, expert_offload_limit=0)
         if self.kind == "fixed":
             assert self.share is not None
             limit = round(self.share * model.num_experts)
             return replace(config, expert_offload_limit=limit, fixed_residents=True, adjuster=hold)
-        return replace(config, admission=eager if self.kind == "elastic" else paced)
+        return config
 
 
 def parse_policies(text: str) -> list[Policy]:
@@ -93,6 +108,8 @@ def parse_policies(text: str) -> list[Policy]:
             policy = replace(policy, live=False)
         elif change == "no-hysteresis":
             policy = replace(policy, hysteresis=False)
+        elif change == "paced" and kind in ("static", "fixed"):
+            policy = replace(policy, admission=True)
         elif change.startswith("eol=") and change[4:].isascii() and change[4:].isdigit() and kind in ("elastic", "paced"):
             policy = replace(policy, eol=int(change[4:]))
         else:

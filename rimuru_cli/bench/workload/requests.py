@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+import reprlib
+import stat
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -93,35 +95,76 @@ def _lengths(random: np.random.Generator, count: int, mean: float, spread: float
 
 
 def load_requests(
-    path: Path, *, rate: float = math.inf, arrivals: Arrivals = "poisson", burstiness: float = 0.25, seed: int = 0
+    path: Path,
+    *,
+    rate: float = math.inf,
+    arrivals: Arrivals = "poisson",
+    burstiness: float = 0.25,
+    seed: int = 0,
+    count: int | None = None,
+    longest: int | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> list[RequestSpec]:
     """Requests of a file: JSON lines with `prompt_tokens`, `answer_tokens` and, if known, `arrival`; or a ShareGPT JSON of conversations.
 
     Where the file has no arrivals they are drawn as in `generate_requests`.
 
+    Args:
+        count: at most so many: of requests with arrivals the first ones, of others some that are drawn.
+        longest: leave out what has a prompt or an answer of more tokens.
+        note: told what was left out.
+
     Raises:
         NotFoundError: no such file.
-        UsageError: it is neither kind, or a value is out of range; names the line or conversation.
+        UsageError: it is neither kind, or a value is out of range; names the line or conversation. Or it says when requests come, and a
+            rate does, too.
     """
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise UsageError(f"{path} is larger than 4 GiB.", hint="Give a part of it.")
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise NotFoundError(f"There is no file {path}.", hint="Give a JSON-lines file of lengths or a ShareGPT JSON.") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}.", hint="Give a JSON-lines file of lengths or a ShareGPT JSON.") from error
+    text = _read(path)
     if text.lstrip().startswith("["):
         lengths: list[tuple[float | None, int, int]] = [(None, p, a) for p, a in _sharegpt(text, path)]
     else:
         lengths = list(_lines(text, path))
     if not lengths:
         raise UsageError(f"{path} holds no request.", hint="Each needs a prompt and an answer.")
-    if all(arrival is not None for arrival, _, _ in lengths):
+    timed = sum(arrival is not None for arrival, _, _ in lengths)
+    if 0 < timed < len(lengths):
+        raise UsageError(f"{timed} of {len(lengths)} requests of {path} say when they arrive; either all or none must.")
+    if timed and math.isfinite(rate):
+        raise UsageError(f"{path} says when its requests arrive, so a rate means nothing.", hint="Leave --rate away.")
+    if longest is not None:
+        kept = [row for row in lengths if max(row[1:]) <= longest]
+        if not kept:
+            raise UsageError(f"No request of {path} keeps within {longest:,} tokens.", hint="Give a larger --longest.")
+        if len(kept) < len(lengths):
+            note(f"{len(lengths) - len(kept):,} of {len(lengths):,} requests are longer than {longest:,} tokens and are left out.")
+        lengths = kept
+    if timed:
         specs = [RequestSpec(float(arrival or 0.0), p, a) for arrival, p, a in lengths]
-        return sorted(specs, key=lambda spec: spec.arrival)
+        return sorted(specs, key=lambda spec: spec.arrival)[:count]
+    if count is not None and count < len(lengths):
+        chosen = np.random.default_rng([seed, 4]).choice(len(lengths), count, replace=False)
+        lengths = [lengths[index] for index in sorted(chosen.tolist())]
     times = arrival_times(len(lengths), rate=rate, arrivals=arrivals, burstiness=burstiness, seed=seed)
     return [RequestSpec(t, p, a) for t, (_, p, a) in zip(times, lengths, strict=True)]
+
+
+def _read(path: Path) -> str:
+    hint = "Give a JSON-lines file of lengths or a ShareGPT JSON."
+    try:
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):  # devices never end; pipes are how shells hand programs' output over
+            raise UsageError(f"{path} is {'a folder' if stat.S_ISDIR(mode) else 'no file'}.", hint=hint)
+        with path.open("rb") as file:
+            content = file.read(_MOST_BYTES + 1)
+        if len(content) > _MOST_BYTES:
+            raise UsageError(f"{path} is larger than {_MOST_BYTES >> 30} GiB.", hint="Give a part of it.")
+        return content.decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise NotFoundError(f"There is no file {path}.", hint=hint) from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is no text in UTF-8.", hint=hint) from error
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}.", hint=hint) from error
 
 
 def _lines(text: str, path: Path) -> Iterator[tuple[float | None, int, int]]:
@@ -138,14 +181,14 @@ def _lines(text: str, path: Path) -> Iterator[tuple[float | None, int, int]]:
             raise UsageError(f"Line {number} of {path} is not an object.", hint='One line: {"prompt_tokens": 200, "answer_tokens": 300}')
         arrival = row.get("arrival")
         if arrival is not None and not (isinstance(arrival, int | float) and not isinstance(arrival, bool) and 0 <= arrival < 1e9):
-            raise UsageError(f"Line {number} of {path}: arrival must be seconds from the start, not {arrival!r}.")
+            raise UsageError(f"Line {number} of {path}: arrival must be seconds from the start, not {reprlib.repr(arrival)}.")
         yield (arrival, _count(row, "prompt_tokens", number, path), _count(row, "answer_tokens", number, path))
 
 
 def _count(row: dict[str, Any], name: str, number: int, path: Path) -> int:
     value = row.get(name)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 24:
-        raise UsageError(f"Line {number} of {path}: {name} must be a whole number of at least 1, not {value!r}.")
+        raise UsageError(f"Line {number} of {path}: {name} must be a whole number from 1 to 16,777,216, not {reprlib.repr(value)}.")
     return value
 
 

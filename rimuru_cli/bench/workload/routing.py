@@ -12,6 +12,8 @@ this model gives:
     of the 40 % that are most used in other texts        68 to 73 (published)    71.4
 
 Steps of more than a few tokens draw only how often each expert is used in all; a token's habit does not show in such sums.
+
+Routers with random weights choose nearly evenly: `uniform` draws like them, for comparison with runs over made-up weights.
 """
 
 from __future__ import annotations
@@ -44,16 +46,20 @@ class SyntheticRouting:
 
     Args:
         seed: of the weights and of all draws.
+        uniform: every expert is as likely as any other at every token.
 
     Attributes:
         profile: float64 [L, E], shares of an average token's selections: what an offline profile of many texts would say.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, top_k: int, seed: int = 0) -> None:
+    def __init__(self, num_layers: int, num_experts: int, top_k: int, seed: int = 0, *, uniform: bool = False) -> None:
         weights = np.random.default_rng([seed, 2])
         shape = (num_layers, num_experts)
         popularity = weights.normal(0.0, POPULARITY, shape)
         log_weights = popularity + weights.normal(0.0, TOPIC, (TOPICS, *shape))
+        if uniform:
+            log_weights = np.zeros_like(log_weights)
+        self._habit = 0.0 if uniform else HABIT
         self._slowness = np.exp(-log_weights).astype(np.float32)  # mean times until an expert rings
         chances = inclusion(np.exp(log_weights), top_k)
         self.profile: NDArray[np.float64] = chances.mean(0) / top_k
@@ -61,6 +67,7 @@ class SyntheticRouting:
         self._log_left = np.log1p(-np.minimum(self._chances, np.float32(1 - 1e-6)))
         self._shape, self._top_k = shape, top_k
         self._random = np.random.default_rng([seed, 3])
+        self._summed = self._sums = self._left = np.zeros(0, dtype=np.float32)
         self._last: dict[int, NDArray[np.bool_]] = {}  # of each request whose last token was drawn by itself
 
     def topic_of(self, request: int) -> int:
@@ -75,7 +82,7 @@ class SyntheticRouting:
         for row, request in enumerate(requests):
             last = self._last.get(request)
             if last is not None:
-                times[row][last & (self._random.random(self._shape, dtype=np.float32) < HABIT)] = 0.0
+                times[row][last & (self._random.random(self._shape, dtype=np.float32) < self._habit)] = 0.0
         chosen = np.argpartition(times, self._top_k - 1, axis=2)[:, :, : self._top_k]
         tokens = np.zeros(times.shape, dtype=np.bool_)
         np.put_along_axis(tokens, chosen, True, axis=2)
@@ -86,9 +93,11 @@ class SyntheticRouting:
     def draw_sums(self, tokens: Floats) -> Drawn:
         """A step of so many tokens of each topic, float32 [TOPICS]."""
         self._last = {}
-        uses, left = tokens @ self._chances, np.exp(tokens @ self._log_left)
-        touched = self._random.random(len(left), dtype=np.float32) >= left
-        return Drawn(touched.reshape(self._shape), uses.reshape(self._shape))
+        if not np.array_equal(tokens, self._summed):
+            # Mostly the same sequences go on.
+            self._summed, self._sums, self._left = tokens.copy(), tokens @ self._chances, np.exp(tokens @ self._log_left)
+        touched = self._random.random(len(self._left), dtype=np.float32) >= self._left
+        return Drawn(touched.reshape(self._shape), self._sums.reshape(self._shape))
 
 
 def inclusion(weights: NDArray[Any], top_k: int) -> NDArray[np.float64]:

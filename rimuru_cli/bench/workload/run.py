@@ -21,12 +21,14 @@ from rimuru_cli.bench.workload.policies import Policy
 from rimuru_cli.bench.workload.requests import RequestSpec
 from rimuru_cli.bench.workload.simulated import simulated_engine
 from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS
 from rimuru_cli.fit.machine import Gpu
 from rimuru_kernels.backend import select_backend
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError, UsageError
 
 Progress = Callable[[str, int, int], None]
+_AFTERWARDS = 24
 SEQUENCES = 300
 """Most requests that run at once, where memory allows it."""
 
@@ -42,6 +44,7 @@ class Setting:
         gpu: the card of a simulation.
         sequences: most requests at once.
         seed: of prompts and of the simulated routing.
+        uniform: simulated routers choose as those of random weights do, else as recorded ones.
     """
 
     shape: str
@@ -50,6 +53,7 @@ class Setting:
     gpu: Gpu = field(default=H200)
     sequences: int = SEQUENCES
     seed: int = 0
+    uniform: bool = False
 
     @property
     def model(self) -> ModelConfig:
@@ -69,8 +73,8 @@ def run_policies(
     """Serve the same requests under every policy.
 
     Returns:
-        JSON-able: "rows" with "policy" and the figures of `metrics.summarise`, "curves" and "wall_seconds"; "error" instead where the
-        model does not fit under that policy.
+        JSON-able: "rows" with "policy" (its name), "kind", "share", "plain" (nothing changed about it) and the figures of
+        `metrics.summarise`, "curves" and "wall_seconds"; "error" instead where the model does not fit under that policy.
 
     Raises:
         UsageError: an unknown shape, no request, or one that is longer than the model's context.
@@ -92,15 +96,16 @@ def run_policies(
     try:
         for policy in policies:
             config = policy.configure(base, model)
+            about = {"policy": policy.name, "kind": policy.kind, "share": policy.share, "plain": policy.plain}
             started = time.perf_counter()
             try:
                 run = serve(specs, config, policy, partial(report, policy.name))
             except DoesNotFitError as error:
-                rows.append({"policy": policy.name, "kind": policy.kind, "share": policy.share, "error": error.what})
+                rows.append({**about, "error": error.what})
                 continue
             figures = summarise(run.records, run.steps, preemptions=run.preemptions)
             extra = {"wall_seconds": time.perf_counter() - started, "curves": curves(run.steps)}
-            rows.append({"policy": policy.name, "kind": policy.kind, "share": policy.share, **figures, **extra})
+            rows.append({**about, **figures, **serve.extra, **extra})
     finally:
         serve.close()
     if all("error" in row for row in rows):
@@ -110,6 +115,7 @@ def run_policies(
         "model": setting.shape,
         "vram_cap": setting.ceiling,
         "simulated": setting.simulate,
+        "routing": "uniform" if setting.uniform or not setting.simulate else "as recorded",
         "device": serve.device,
         "requests": len(specs),
         "prompt_tokens": sum(spec.prompt_tokens for spec in specs),
@@ -125,16 +131,41 @@ def device_bytes(simulate: bool) -> int:
     return int(torch.cuda.mem_get_info()[1]) if select_backend().name == "triton" else memory_facts()["ram_bytes"]
 
 
+def warm_up(specs: Sequence[RequestSpec], sequences: int) -> list[RequestSpec]:
+    """Requests that let an engine compile its kernels and capture the graph of every number of rows that `specs` may come to.
+
+    So many short prompts at once as there are requests, up to the most rows of a graph; one after another ends with every step. The last
+    goes on for a while, so that what steps take is known without that. Where there are more requests, some come on top, as long as any.
+    """
+    most = min(len(specs), sequences)
+    count = min(most, MAX_ON_DEMAND_ROWS)
+    prompt, total = max(spec.prompt_tokens for spec in specs), max(spec.prompt_tokens + spec.answer_tokens for spec in specs)
+    short = min(16, prompt)
+    answer = total - short  # longer texts than these may not fit
+    lengths = [*range(2, count + 1), count + _AFTERWARDS]
+    return [RequestSpec(0.0, short, min(answer, length)) for length in lengths] + [RequestSpec(0.0, prompt, 1)] * min(8, most - count)
+
+
+def _used_bytes() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
+
+
 class _Simulated:
     """Runs on a clock of its own."""
 
     def __init__(self, setting: Setting, model: ModelConfig) -> None:
         self._setting, self._model = setting, model
         self.device = setting.gpu.name
+        self.extra: dict[str, Any] = {}
 
     def __call__(self, specs: Sequence[RequestSpec], config: EngineConfig, policy: Policy, each: Callable[[int, int], None]) -> Run:
         clock, setting = SimulatedClock(), self._setting
-        engine = simulated_engine(setting.shape, self._model, config, setting.gpu, clock, profiled=policy.profiled, seed=setting.seed)
+        engine = simulated_engine(
+            setting.shape, self._model, config, setting.gpu, clock, profiled=policy.profiled, seed=setting.seed, uniform=setting.uniform
+        )
         with engine:
             return run_workload(engine, specs, clock, seed=setting.seed, each=each)
 
@@ -153,16 +184,27 @@ class _Real:
         self._setting = setting
         self._model = SyntheticModel(setting.shape, device, report, dtype=dtype)
         self.device = torch.cuda.get_device_name(device) if on_gpu else "cpu, emulating a device"
+        self._peak = 0
 
     def __call__(self, specs: Sequence[RequestSpec], config: EngineConfig, policy: Policy, each: Callable[[int, int], None]) -> Run:
+        self._peak = 0
+
+        def look(done: int, total: int) -> None:
+            self._peak = max(self._peak, _used_bytes())
+            each(done, total)
+
         try:
             with self._model.engine_with(config)[0] as engine:
-                # The first steps compile kernels.
-                run_workload(engine, [RequestSpec(0.0, min(16, specs[0].prompt_tokens), 2)] * 2, RealClock(), seed=-1 % 2**31)
+                run_workload(engine, warm_up(specs, config.max_sequences), RealClock(), seed=-1 % 2**31)
                 engine.forget()
-                return run_workload(engine, specs, RealClock(), seed=self._setting.seed, each=each)
+                return run_workload(engine, specs, RealClock(), seed=self._setting.seed, each=look)
         finally:
             reclaim()
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """Device memory in use at most, all programs together, as the driver counts it; None without a GPU."""
+        return {"peak_vram_bytes": self._peak or None}
 
     def close(self) -> None:
         """Give the weights up."""

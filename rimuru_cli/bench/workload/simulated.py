@@ -19,21 +19,24 @@ from rimuru_cli.bench.workload.cost import CostModel, StepLoad
 from rimuru_cli.bench.workload.driver import SimulatedClock
 from rimuru_cli.bench.workload.routing import FEW, TOPICS, Drawn, SyntheticRouting
 from rimuru_cli.bench.workload.simulated_memory import SimulatedHost, SimulatedLoader, SimulatedResidency
+from rimuru_cli.engine.bookmarks import Bookmarks
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.describe import engine_info
-from rimuru_cli.engine.device.choice import StepChoice
+from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS, StepChoice
 from rimuru_cli.engine.device.lending import Lender
 from rimuru_cli.engine.device.link import LinkRates
-from rimuru_cli.engine.device.plan import plan_device_memory
+from rimuru_cli.engine.device.plan import DevicePlan, plan_device_memory
 from rimuru_cli.engine.device.streaming import ScratchPages
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants
 from rimuru_cli.engine.experts.ranking import ExpertRanking
 from rimuru_cli.engine.kv_blocks import KVBlocks
 from rimuru_cli.engine.memory.page_pool import PagePool
-from rimuru_cli.engine.memory.views import ExpertView, KVView
-from rimuru_cli.engine.parts import Parts
+from rimuru_cli.engine.memory.views import ConvView, ExpertView, KVView, SSMView
+from rimuru_cli.engine.parts import Parts, Recurrent
+from rimuru_cli.engine.room import Room
 from rimuru_cli.engine.scheduler import ScheduledRows
+from rimuru_cli.engine.state_blocks import StateBlocks
 from rimuru_cli.fit.machine import Gpu
 from rimuru_cli.fit.placement import CUDA_PROGRAM_BYTES
 from rimuru_cli.fit.shape import shape_of
@@ -90,19 +93,16 @@ class SimulatedRunner:
 
     def forward(self, plan: Sequence[ScheduledRows]) -> Tensor | None:
         """Zeros float32 [number of sampling rows, 1], or None if no row is sampled from."""
-        rows = visible = held = sampled = 0
-        for item in plan:
-            count, computed = item.count, item.sequence.computed
-            rows += count
-            visible += count * computed + count * (count + 1) // 2
-            held += computed + count
-            sampled += item.samples
+        counts = np.array([item.count for item in plan])
+        computed = np.array([item.sequence.computed for item in plan])
+        rows, sampled = int(counts.sum()), sum(item.samples for item in plan)
+        visible, held = int((counts * computed + counts * (counts + 1) // 2).sum()), int(computed.sum()) + rows
         on_demand = self._experts.prefers_on_demand(rows)
         buffers = self._lender.lend(rows, on_demand=on_demand)
         drawn = self._draw(plan, rows)
         hits = self._count(drawn, rows)
         captured = on_demand and rows == len(plan) == sampled
-        compute = self._cost.compute(StepLoad(rows, visible, held, drawn.touched.sum(1), captured))
+        compute = self._cost.compute(StepLoad(rows, len(plan), visible, held, drawn.touched.sum(1), captured))
         if on_demand:
             missed = self._residency.exchange(drawn)
             busy = missed * self._cost.expert_bytes / self._cost.fetch
@@ -123,12 +123,12 @@ class SimulatedRunner:
         """Nothing can be ahead of a clock that stands still meanwhile."""
 
     def _draw(self, plan: Sequence[ScheduledRows], rows: int) -> Drawn:
-        topics = {item.sequence.request.id: self._topic(item.sequence.request.id) for item in plan}
+        requests = [item.sequence.request.id for item in plan]
+        topics = [self._topic(request) for request in requests]
         if rows == len(plan) <= FEW:
-            return self._routing.draw_each(topics)
-        counts = np.zeros(TOPICS, dtype=np.float32)
-        np.add.at(counts, list(topics.values()), [item.count for item in plan])
-        return self._routing.draw_sums(counts)
+            return self._routing.draw_each(dict(zip(requests, topics, strict=True)))
+        counts = np.bincount(topics, weights=[item.count for item in plan], minlength=TOPICS)
+        return self._routing.draw_sums(counts.astype(np.float32))
 
     def _topic(self, request: int) -> int:
         topic = self._topics.get(request)
@@ -155,6 +155,7 @@ def simulated_engine(
     *,
     profiled: bool = True,
     seed: int = 0,
+    uniform: bool = False,
 ) -> Engine:
     """An engine over nothing but numbers.
 
@@ -163,6 +164,7 @@ def simulated_engine(
         gpu: the card whose rates decide.
         profiled: whether a hotset profile seeds the ranking.
         seed: of the routing.
+        uniform: the routers choose as those of random weights do.
 
     Raises:
         DoesNotFitError: `config`'s ceiling is too small for the shape.
@@ -170,10 +172,10 @@ def simulated_engine(
     shape = shape_of(model, None)
     free = gpu.total_bytes - CUDA_PROGRAM_BYTES
     limit = config.device_batch_tokens
-    plan = plan_device_memory(model, shape.stored, config, program=CUDA_PROGRAM_BYTES, free=free, max_batch_tokens=limit)
+    plan = plan_device_memory(model, shape.computing, config, program=CUDA_PROGRAM_BYTES, free=free, max_batch_tokens=limit)
     layers, pages = len(model.moe_layers), plan.geometry.pages_per_expert
     cost = CostModel(shape, gpu)
-    routing = SyntheticRouting(layers, model.num_experts, model.top_k, seed)
+    routing = SyntheticRouting(layers, model.num_experts, model.top_k, seed, uniform=uniform)
     ranking = ExpertRanking(layers, model.num_experts, config.decay)
     if profiled:
         ranking.seed(routing.profile)
@@ -186,7 +188,9 @@ def simulated_engine(
         residency.fill(layer, expert)
     host.bytes_read = 0
     scratch = ScratchPages(pool, model.num_experts, pages)
-    blocks = KVBlocks(pool, KVView(pool, model.num_kv_heads, model.head_dim, plan.block_tokens, torch.bfloat16), model.num_layers)
+    kv_view = KVView(pool, model.num_kv_heads, model.head_dim, plan.block_tokens, torch.bfloat16)
+    blocks = KVBlocks(pool, kv_view, len(model.attention_layers))
+    recurrent = _recurrent(model, plan, pool, blocks, residency, scratch)
     experts = SimulatedExperts(
         num_experts=model.num_experts,
         expert_bytes=cost.expert_bytes,
@@ -202,7 +206,7 @@ def simulated_engine(
         ranking=ranking,
         host=host,
         loader=loader,
-        lender=Lender(pool, residency, blocks, experts, scratch),
+        lender=Lender(pool, residency, blocks, experts, scratch, None if recurrent is None else recurrent.room.for_experts),
         routing=routing,
         cost=cost,
         clock=clock,
@@ -222,14 +226,29 @@ def simulated_engine(
         loader=loader,
         experts=experts,  # type: ignore[arg-type]
         runner=runner,  # type: ignore[arg-type]
+        recurrent=recurrent,
         eos_ids=frozenset(),
         replan=lambda wish: plan_device_memory(
-            model, shape.stored, wish, program=CUDA_PROGRAM_BYTES, free=0, max_batch_tokens=plan.max_batch_tokens
+            model, shape.computing, wish, program=CUDA_PROGRAM_BYTES, free=0, max_batch_tokens=plan.max_batch_tokens
         ),
         link_rate=cost.copy,
+        captured_rows=MAX_ON_DEMAND_ROWS,
         clock=clock.now,
     )
     return Engine(parts, config)
+
+
+def _recurrent(
+    model: ModelConfig, plan: DevicePlan, pool: PagePool, blocks: KVBlocks, residency: SimulatedResidency, scratch: ScratchPages
+) -> Recurrent | None:
+    """Who owns the states of recurrent layers, as `device.hybrid_loading` makes it; None for a model without such layers."""
+    mixer, layout = model.recurrent, plan.division.states
+    if mixer is None or layout is None:
+        return None
+    ssm, conv = SSMView(pool, mixer.state_shape), ConvView(pool, mixer.channels, mixer.conv_rows, torch.bfloat16)
+    states = StateBlocks(pool, model.recurrent_layers, ssm, conv, layout)
+    bookmarks = Bookmarks(states, blocks)
+    return Recurrent(states, bookmarks, Room(plan.division, pool, blocks, states, bookmarks, residency, scratch, plan.floor_pages))
 
 
 def _closing() -> Any:

@@ -24,8 +24,8 @@ class SimulatedHost:
         self.bytes_read = 0
         self.brought = 0
 
-    def expert(self, layer: int, expert: int) -> Any:
-        """Nothing to show; counts as a read."""
+    def copy_to(self, view: Any, layer: int, expert: int, pages: Any) -> None:
+        """Nothing to copy; counts as a read."""
         self.bytes_read += self.expert_bytes
 
     def close(self) -> None:
@@ -112,19 +112,20 @@ class SimulatedResidency(Residency):
 
     def exchange(self, drawn: Drawn) -> int:
         """Give absent experts that a step uses the pages of the lowest-ranked unused residents of their layer; returns the misses."""
-        missing = drawn.touched & ~self.resident
-        layers = np.flatnonzero(missing.any(1)).tolist()
-        scores = self._ranking.scores
-        for layer in layers:
-            wanted = np.flatnonzero(missing[layer])
-            spare = np.flatnonzero(self.resident[layer] & ~drawn.touched[layer])
-            count = min(len(wanted), len(spare))
-            wanted = wanted[np.argsort(-scores[layer, wanted], kind="stable")][:count]  # the others are in scratch for this step
-            spare = spare[np.argsort(scores[layer, spare], kind="stable")][:count]
-            self.entries[layer, wanted] = self.entries[layer, spare]
-            self.entries[layer, spare] = -1
-            self.resident[layer, wanted], self.resident[layer, spare] = True, False
-        return int(missing.sum())
+        missing, spare = drawn.touched & ~self.resident, self.resident & ~drawn.touched
+        misses = missing.sum(1)
+        rows = np.flatnonzero(misses)
+        if len(rows):
+            # The best-ranked misses of each layer and its worst-ranked spare residents; what finds no page is in scratch for this step.
+            missing, spare, scores = missing[rows], spare[rows], self._ranking.scores[rows]
+            first = np.arange(scores.shape[1]) < np.minimum(misses[rows], spare.sum(1))[:, np.newaxis]
+            wanted = np.argsort(np.where(missing, -scores, np.inf), axis=1, kind="stable")[first]
+            going = np.argsort(np.where(spare, scores, np.inf), axis=1, kind="stable")[first]
+            layers = np.repeat(rows, first.sum(1))
+            self.entries[layers, wanted] = self.entries[layers, going]
+            self.entries[layers, going] = -1
+            self.resident[layers, wanted], self.resident[layers, going] = True, False
+        return int(misses.sum())
 
     def commit(self, *, wait: bool = False) -> None:
         """See `Residency.commit`; what was exchanged in meanwhile is not needed a second time."""
@@ -133,7 +134,7 @@ class SimulatedResidency(Residency):
         super().commit(wait=wait)
 
     def _copy(self, layer: int, expert: int, pages: list[int]) -> None:
-        self._host.expert(layer, expert)
+        self._host.copy_to(self.view, layer, expert, pages)
 
     def _show(self, layer: int, expert: int, pages: list[int]) -> None:
         self.entries[layer, expert] = pages

@@ -74,6 +74,7 @@ def figures_of(pool: PoolState) -> list[Figure]:
         Figure("link", f"{words.rate(now.link_rate)}{ceiling}", "GB/s", 22),
         Figure("context", f"{now.context_used:,} of {now.context_possible:,}", "", 29),
         Figure("TTFT", words.seconds(now.ttft), "", 13),
+        *([Figure("not kept", f"{now.states_not_kept:,}", "states", 23)] if now.states_not_kept else []),
         Figure("ceiling", words.size(engine.ceiling_bytes), "", 19),
         Figure("experts", f"{now.resident_experts:,} of {now.total_experts:,}", words.percent(share), 30),
         Figure("host", host, tier, 37 if mapped and engine.host_pinned_bytes else 23),
