@@ -257,7 +257,9 @@ class _Resolver:
             compute_dtype=dtype,
             mixed={layer: ways for layer, pieces in experts.items() if layers[layer] is None and (ways := self.ways(pieces))},
             others={
-                name: own for name, piece in dense.items() if isinstance(piece, str) and (own := self.index.tensors[piece][1].dtype) != dtype
+                name: own
+                for name, piece in dense.items()
+                if isinstance(piece, str) and (own := self.index.tensors[piece][1].dtype) != dtype
             },
         )
 

@@ -11,7 +11,8 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 BOOL, STRING, ARRAY = 7, 8, 9
 REDOWNLOAD = "The file is damaged or was not downloaded completely: download it again."
 _MAX_NESTING = 3
-# Elements of all arrays that are walked over one by one: twenty times the largest vocabularies; arrays in arrays no model has, and they are slow.
+# Elements of all arrays that are walked over one by one: twenty times the largest vocabularies. No model has arrays in arrays, and those
+# are slow.
 _MAX_WALKED, _MAX_INNER = 1 << 23, 1 << 17
 
 

@@ -12,7 +12,7 @@ from rimuru_models.gguf.header import GGUFHeader, GGUFTensor, read_gguf_header
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", re.IGNORECASE)
 _NOT_A_MODEL = re.compile(r"(?:^|[-_.])(?:mmproj|imatrix|mtp)(?:[-_.]|$)", re.IGNORECASE)
-_MAX_PARTS = 9999
+_MAX_PARTS = 999  # the largest models have some fifty
 _SHOWN = 6
 
 
@@ -57,6 +57,12 @@ def part_names(name: str) -> list[str]:
     return [f"{match['stem']}-{number:05d}-of-{match['total']}{suffix}" for number in range(1, max(1, min(total, _MAX_PARTS)) + 1)]
 
 
+def first_part(name: str) -> str:
+    """Name of the first part of the model that a file belongs to; the name itself where there are no parts."""
+    match = _PART.fullmatch(name)
+    return name if match is None else f"{match['stem']}-00001-of-{match['total']}{name[match.end('total') :]}"
+
+
 def variant_stem(name: str) -> str:
     """A file's name without its part number and suffix: what all parts of a model share."""
     match = _PART.fullmatch(name)
@@ -76,7 +82,7 @@ def find_gguf(path: Path) -> Path:
         UsageError: a folder with several.
     """
     if is_gguf(path) and not path.is_dir():
-        return path.with_name(part_names(path.name)[0])
+        return path.with_name(first_part(path.name))
     found = models_in(path) if path.is_dir() else []
     if not found:
         raise NotFoundError(f"{path} holds no GGUF model.", hint="Give a *.gguf file, or the folder that holds it.")

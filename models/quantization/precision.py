@@ -69,7 +69,9 @@ def notices(formats: WeightFormats) -> tuple[str, ...]:
         return ()
     ways = " and ".join(sorted({way for ways in formats.mixed.values() for way in ways}))
     count = f"{len(formats.mixed)} of {len(formats.experts)} layers" if len(formats.experts) > 1 else "its layer"
-    return (f"In {count} the experts are stored in several ways ({ways}), so they are held as {formats.expert_dtype}, which takes more memory.",)
+    return (
+        f"In {count} the experts are stored in several ways ({ways}), so they are held as {formats.expert_dtype}, which takes more memory.",
+    )
 
 
 def _listed(counted: Counter[str]) -> str:

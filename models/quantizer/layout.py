@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from rimuru_models.config import ModelConfig
 from rimuru_models.errors import UsageError
 from rimuru_models.quantizer.groups import group_of
 from rimuru_models.quantizer.shards import NAMES, Promised
@@ -157,12 +156,3 @@ def check_source(reader: object, where: Path) -> CheckpointReader:
     if reader.formats.quantised_experts or reader.formats.dense:
         raise UsageError(f"{where} is quantised already; doing it twice would lose twice.", hint="Start from the original model.")
     return reader
-
-
-def copied_bytes(config: ModelConfig, recipe: Recipe, scale_bytes: int) -> int:
-    """Bytes of all quantised experts, scales included."""
-    hidden, width = config.hidden_size, config.expert_intermediate
-    total = 0
-    for rows, columns in ((2 * width, hidden), (hidden, width)):
-        total += rows * (-(-columns * recipe.bits // 32) * 4 + columns // group_of(columns, recipe.group) * scale_bytes)
-    return total * config.num_experts * len(config.moe_layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,24 @@ NOTE = "rimuru-quantized.json"
 
 _VERSION = 1
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
-_PIECE = 16 << 20
+_FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx")
 
 Progress = Callable[[str, int, int], None]
 
 
-def finished_copy(folder: Path, source: str, recipe: Recipe) -> bool:
-    """Whether a folder holds a whole copy, made of this source by this recipe."""
-    return (folder / "config.json").is_file() and _note(folder) == _noted(source, recipe)
+def finished_copy(reader: CheckpointReader, folder: Path, recipe: Recipe, source: str) -> bool:
+    """Whether a folder holds a whole copy, made of this source by this recipe; of its weights only headers and sizes are read."""
+    if not (folder / "config.json").is_file() or _note(folder) != _noted(source, recipe):
+        return False
+    return _small_files_are_there(reader.index.model_dir, folder) and all(
+        holds(folder / name, tensors) for name, tensors in _plan(reader, recipe).items()
+    )
 
 
 def quantize_checkpoint(
     reader: CheckpointReader, folder: Path, recipe: Recipe, tokens: Sequence[int], source: str, progress: Progress | None = None
 ) -> None:
-    """Make the copy in `folder`, or what is missing of it.
+    """Make the copy in `folder`, or what is missing of it or damaged.
 
     Args:
         reader: of the original, in plain numbers.
@@ -52,16 +56,13 @@ def quantize_checkpoint(
         NoSpaceError: the disk is too full.
         CheckpointError: the original cannot be read.
     """
-    if finished_copy(folder, source, recipe):
+    if finished_copy(reader, folder, recipe, source):
         return
     _begin(folder, source, recipe)
-    layers = reader.config.moe_layers
-    dense = dense_tensors(reader)
-    plan = {shard_name(1, len(layers) + 1): dense}
-    plan |= {shard_name(place, len(layers) + 1): layer_tensors(reader, layer, recipe) for place, layer in enumerate(layers, start=2)}
-    store = _Shards(reader, folder, recipe, dict(zip(layers, list(plan.items())[1:], strict=True)), progress)
+    plan = _plan(reader, recipe)
+    first, dense = next(iter(plan.items()))
+    store = _Shards(reader, folder, recipe, dict(zip(reader.config.moe_layers, list(plan.items())[1:], strict=True)), progress)
     store.total = sum(tensors.num_bytes for shard in plan.values() for tensors in shard.values())
-    first = next(iter(plan))
     missing = [shard for name, shard in plan.items() if not holds(folder / name, shard)]
     _check_space(folder, sum(tensor.num_bytes for shard in missing for tensor in shard.values()))
     with store:
@@ -79,6 +80,14 @@ def quantize_checkpoint(
     assert isinstance(config, dict), "the reader has read it"
     # Last of all: without it, the folder is no model.
     _write_json(folder / "config.json", config | {"quantization_config": quantization_config(reader, recipe)})
+
+
+def _plan(reader: CheckpointReader, recipe: Recipe) -> dict[str, dict[str, Promised]]:
+    """What each shard of the copy has, by file name: what is not quantised, then layer after layer."""
+    layers = reader.config.moe_layers
+    count = len(layers) + 1
+    plan = {shard_name(1, count): dense_tensors(reader)}
+    return plan | {shard_name(place, count): layer_tensors(reader, layer, recipe) for place, layer in enumerate(layers, start=2)}
 
 
 class _Shards:
@@ -160,13 +169,22 @@ def _copy_dense(reader: CheckpointReader, path: Path, tensors: dict[str, Promise
                 shard.copy(name, source, info.stop - info.start)
 
 
-def _copy_small_files(source: Path, folder: Path) -> None:
+def _small_files(source: Path) -> Iterator[Path]:
     """Tokenizer, generation settings, licence; neither weights nor config.json, nor what belongs to where the original lies."""
     for path in sorted(source.iterdir()):
         if not path.is_file() or path.name.startswith(".") or path.name in ("config.json", "manifest.json", NOTE):
             continue
-        if path.name.endswith(_WEIGHTS) or path.suffix in (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx"):
-            continue
+        if not path.name.endswith(_WEIGHTS) and path.suffix not in _FOREIGN_WEIGHTS:
+            yield path
+
+
+def _small_files_are_there(source: Path, folder: Path) -> bool:
+    copies = ((path, folder / path.name) for path in _small_files(source))
+    return all(copy.is_file() and copy.stat().st_size == path.stat().st_size for path, copy in copies)
+
+
+def _copy_small_files(source: Path, folder: Path) -> None:
+    for path in _small_files(source):
         with saying_full(folder):
             shutil.copyfile(path, folder / path.name)
 
@@ -185,6 +203,7 @@ def _begin(folder: Path, source: str, recipe: Recipe) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if found is None:
             _write_json(folder / NOTE, wanted)
+        (folder / "config.json").unlink(missing_ok=True)  # no model while something is missing
         for left in folder.glob(".*.part"):
             left.unlink()
 

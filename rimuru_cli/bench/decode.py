@@ -37,7 +37,7 @@ def run_decode_bench(
     The engine runs fully resident and, if `residency` is below 1, also with about that share of experts resident. With
     `versus="transformers"` the same file is decoded by transformers in float32, our arithmetic, and in the checkpoint's dtype ("auto", what
     it does unless told otherwise), with its default expert implementation. `other` is another model, run in as much memory as the first
-    takes when it is fully resident: the same one in another precision, say. All runners take turns for three rounds; each one's best counts.
+    takes when it is fully resident: the same one in another precision, say. All take turns for three rounds; each one's best counts.
 
     Returns:
         JSON-able dict: settings, `rows` (runner, tokens_per_second, expert_hit_rate, resident_share, a ratio to each peer).

@@ -43,10 +43,10 @@ def _packed_moe() -> dict[str, Any]:
 
 OPS: dict[str, Callable[[], dict[str, Any]]] = {
     "moe": _moe,
-    "packed-moe": _packed_moe,
     "attention": _attention,
     "fetch": _fetch,
     "recurrent": _recurrent,
+    "packed-moe": _packed_moe,
 }
 
 

@@ -245,7 +245,7 @@ def load(
 @bench_app.command()
 def kernels(
     op: Annotated[
-        list[str] | None, typer.Option("--op", metavar="moe|packed-moe|attention|fetch|recurrent", help="Only this op; may be repeated.")
+        list[str] | None, typer.Option("--op", metavar="moe|attention|fetch|recurrent|packed-moe", help="Only this op; may be repeated.")
     ] = None,
     json: options.JsonFlag = False,
 ) -> None:

@@ -61,7 +61,7 @@ def quantized_copy(
         reader = check_source(opened, model)
         source = source_of(open_index(model))
         folder = out or copy_folder(store, name, source, recipe)
-        if finished_copy(folder, source, recipe):
+        if finished_copy(reader, folder, recipe, source):
             return folder, True
         store.mkdir(parents=True, exist_ok=True)
         place = hashlib.sha256(str(folder.absolute()).encode("utf-8")).hexdigest()[:16]

@@ -19,7 +19,7 @@ from rimuru_cli.hub.transfer import Origin, receive
 from rimuru_models.errors import CheckpointError, VerificationError
 from rimuru_models.gguf import GGUFHeader
 from rimuru_models.gguf.cursor import NeedsMoreError
-from rimuru_models.gguf.files import part_names
+from rimuru_models.gguf.files import first_part
 from rimuru_models.gguf.header import parse_gguf_header
 from rimuru_models.headers import SafetensorsHeader, parse_header
 
@@ -116,7 +116,7 @@ class Beginnings:
     def _gguf_header(self, file: RemoteFile, local: bool) -> GGUFHeader:
         where = f"{self._origin.repository}/{file.name}"
         # Only the first part has the metadata, with the vocabulary in it.
-        guess = _FIRST_GGUF_GUESS if part_names(file.name)[0] == file.name else _FIRST_GUESS
+        guess = _FIRST_GGUF_GUESS if first_part(file.name) == file.name else _FIRST_GUESS
         data = self._first(file, min(guess, file.num_bytes), local)
         while True:
             try:

@@ -22,7 +22,7 @@ from rimuru_models.gguf import find_gguf, gguf_of, is_gguf
 
 _PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REPOSITORY = re.compile(
-    rf"(?P<repository>{_PART}/{_PART})(?::(?P<variant>[A-Za-z0-9_][A-Za-z0-9._+-]{{0,199}}))?"
+    rf"(?P<repository>{_PART}/{_PART})(?::(?P<variant>\w(?:[\w ./+()\[\],=~-]{{0,198}}[\w)\]+])?))?"
     r"(?:@(?P<revision>[A-Za-z0-9_][A-Za-z0-9._/+-]{0,199}))?"
 )
 _ADDRESS = re.compile(

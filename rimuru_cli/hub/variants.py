@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from rimuru_cli.hub.sizes import size_in_words
 from rimuru_models.errors import NotFoundError, UsageError
-from rimuru_models.gguf.files import is_gguf, is_model_name, part_names, variant_stem
+from rimuru_models.gguf.files import first_part, is_gguf, is_model_name, part_names, variant_stem
 
 _LABEL = re.compile(
     r"(?<![A-Za-z0-9])(?:UD-)?(?:I?Q[1-8](?:_[A-Z0-9]+)*|TQ[12]_0|MXFP4(?:_MOE)?|NVFP4|BF16|F16|FP16|F32|FP32)(?![A-Za-z0-9])",
@@ -47,17 +47,17 @@ def shown_name(repository: str, variant: str | None, revision: str | None) -> st
 def variants_of(files: Mapping[str, int]) -> list[Variant]:
     """All GGUF models among files (name with slashes -> bytes), by label. What accompanies a model (mmproj, imatrix) is none."""
     found: dict[str, list[Variant]] = {}
+    seen: set[str] = set()
     for name in sorted(files):
-        path = PurePosixPath(name)
-        first = str(path.with_name(part_names(path.name)[0]))
+        folder, slash, own = name.rpartition("/")
+        first = folder + slash + first_part(own)
         # Parts without their first are a model, too: one that is not complete.
-        if not is_model_name(PurePosixPath(first).name) or (name != first and first in files) or path.name.startswith("."):
+        if first in seen or own.startswith(".") or not is_model_name(first_part(own)):
             continue
-        names = tuple(str(path.with_name(part)) for part in part_names(path.name))
+        seen.add(first)
+        names = tuple(folder + slash + part for part in part_names(own))
         missing = tuple(one for one in names if one not in files)
-        label = _label(path)
-        if any(names == other.names for other in found.get(label, [])):
-            continue
+        label = _label(PurePosixPath(name))
         num_bytes = sum(files[one] for one in names if one in files)
         found.setdefault(label, []).append(Variant(label, names, num_bytes, missing))
     # Two models with one quantisation: their files' names tell them apart.

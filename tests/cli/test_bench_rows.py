@@ -130,7 +130,7 @@ def test_ceilings_and_sizes_may_be_repeated(cli: Cli, monkeypatch: pytest.Monkey
         (("pp", "tg", "--random-weights", "--vram", "24GiB"), 6, "no CUDA device found"),
         (("kernels",), 6, "no CUDA device found"),
         (("kernels", "--op", "moe", "--op", "fetch"), 6, "no CUDA device found"),
-        (("kernels", "--op", "dequant"), 2, "moe, attention, fetch, recurrent"),
+        (("kernels", "--op", "dequant"), 2, "moe, attention, fetch, recurrent, packed-moe"),
         (("kernels", "--op", "recurrent"), 6, "no CUDA device found"),
     ],
 )
@@ -188,17 +188,19 @@ def test_kernel_reports_in_order(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_kernel_benchmark_can_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rimuru_cli.bench import kernels, kernels_attention, kernels_fetch, kernels_recurrent
+    from rimuru_cli.bench import kernels, kernels_attention, kernels_fetch, kernels_packed, kernels_recurrent
 
     monkeypatch.setattr(kernels, "run_kernel_bench", lambda op: {"op": op})
     monkeypatch.setattr(kernels_attention, "run_attention_bench", lambda: {"op": "attention"})
     monkeypatch.setattr(kernels_fetch, "run_fetch_bench", lambda: {"op": "fetch"})
     monkeypatch.setattr(kernels_recurrent, "run_recurrent_bench", lambda: {"op": "recurrent"})
+    monkeypatch.setattr(kernels_packed, "run_packed_bench", lambda: {"op": "packed-moe"})
     assert {name: run()["op"] for name, run in kernel_reports.OPS.items()} == {
         "moe": "fused_moe",
         "attention": "attention",
         "fetch": "fetch",
         "recurrent": "recurrent",
+        "packed-moe": "packed-moe",
     }
 
 

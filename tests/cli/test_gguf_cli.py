@@ -109,5 +109,7 @@ def test_files_that_cannot_be_run_say_why(cli: Cli, files: dict[str, bytes], tmp
         assert code == 1 and "cut.gguf is not a usable GGUF file: tensor" in err and "download it again" in err
     code, _, err = cli("verify", "cut.gguf")
     assert code == 4 and "cut.gguf" in err
+    code, _, err = cli("rm", "cut.gguf")
+    assert code == 2 and "is a local file" in err
     code, _, err = cli("run", "./absent.gguf", "Hi")
     assert code == 3 and "absent.gguf" in err

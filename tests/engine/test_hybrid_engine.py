@@ -18,6 +18,7 @@ from tiny_checkpoints import HYBRIDS, write_tiny_checkpoint
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.memory.geometry import PageKind
 
+
 @pytest.mark.parametrize(("name", "per_huge"), [("1:1", (1, 1)), ("2:3", (2, 3)), ("1:2", (1, 2)), ("37:48", (37, 48))])
 def test_the_geometries_are_those(name: str, per_huge: tuple[int, int], tmp_path: Path) -> None:
     geometry = plan_for(write_hybrid(tmp_path, name)).geometry

@@ -16,6 +16,7 @@ from loopback_pulls import Ear, no_wait
 from loopback_setup import connect
 from tiny_gguf import write_tiny_gguf
 
+from rimuru_cli.hub import variants
 from rimuru_cli.hub.download import Download, Pulled
 from rimuru_cli.hub.download_plan import Plan, finished_plan, make_plan
 from rimuru_cli.hub.fit import FitVerdict
@@ -30,6 +31,7 @@ from rimuru_cli.hub.usage import record_use
 from rimuru_cli.hub.variants import Variant, choose, matching, variants_of
 from rimuru_cli.hub.verification import verify_model
 from rimuru_models.errors import CheckpointError, NotFoundError, UsageError
+from rimuru_models.gguf.files import part_names
 
 NAME = "org/tiny-GGUF"
 PARTS = ("Q8_0/tiny-Q8_0-00001-of-00002.gguf", "Q8_0/tiny-Q8_0-00002-of-00002.gguf")
@@ -126,10 +128,27 @@ def test_names_of_variants() -> None:
     assert choose("o/n", both, "Q4_K_M").label == "Q4_K_M", "the exact one"
 
 
+def test_every_label_can_be_typed() -> None:
+    """Two models with one quantisation are told apart by their files' names, in which may be folders, blanks and other letters."""
+    names = ("Q4_0/m.gguf", "Q4_0/n (new).gguf", "模型 7.gguf", "x-v1.5+.gguf")
+    for one in variants_of(dict.fromkeys(names, 1)):
+        assert parse_repository(f"{NAME}:{one.label}@main") == (NAME, "main", one.label)
+        assert matching(variants_of(dict.fromkeys(names, 1)), one.label) == [one]
+
+
+def test_thousands_of_parts_are_taken_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(variants, "part_names", lambda name: asked.append(name) or part_names(name))
+    files = {f"m-Q4_0-{number:05d}-of-00900.gguf": 1 for number in range(2, 900)}
+    (found,) = variants_of(files)
+    assert (found.label, found.num_bytes) == ("Q4_0", 898) and found.missing == ("m-Q4_0-00001-of-00900.gguf", "m-Q4_0-00900-of-00900.gguf")
+    assert len(asked) == 1, "once a file would take minutes"
+
+
 def test_names_are_taken_apart() -> None:
     assert parse_repository("org/name:Q4_K_M@v1") == ("org/name", "v1", "Q4_K_M")
     assert parse_repository("org/name:UD-Q4_K_XL").shown == "org/name:UD-Q4_K_XL"
-    for wrong in ("org/name:", "org/name:a/b", "org/name:a:b", "org/name:x y", "org/name@v1:Q4"):
+    for wrong in ("org/name:", "org/name:/b", "org/name:../b", "org/name:a:b", "org/name: x", "org/name:x ", "org/name@v1:Q4"):
         with pytest.raises((UsageError, NotFoundError)):
             parse_repository(wrong)
 

@@ -38,19 +38,26 @@ def inputs(tokens: int, k: int, experts: int, d: int, dtype: torch.dtype) -> tup
     return torch.randn(tokens, d).to(dtype), ids, torch.rand(tokens, k)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("plan", PLANS)
+# The interpreter takes seconds a case, so there each format is seen once a kernel; on a GPU all combinations are.
+EVERY = [(plan, dtype) for plan in PLANS for dtype in DTYPES]
+ONCE = [("rows", torch.float32), ("sorted", torch.float16)]
+
+
+@pytest.mark.parametrize(("plan", "dtype"), EVERY if ON_GPU else ONCE, ids=str)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_against_float64(name: str, plan: str, dtype: torch.dtype) -> None:
     fmt = FORMATS[name]
-    layer = PackedLayer((fmt, fmt), 2, 24, 96)
-    arguments = inputs(2, 1, 2, 96, dtype)
+    layer = PackedLayer((fmt, fmt), 2, 24, 64)
+    arguments = inputs(5 if ON_GPU else 1, 1, 2, 64, dtype)
     assert relative_error(run(layer, PLANS[plan], *arguments), layer.expected(*arguments)) < TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", ["int8 a row", "int4", "NVFP4", "Q6_K", "FP8 in blocks"])
-@pytest.mark.parametrize(("tokens", "f", "d", "tiles"), [(1, 16, 1408, 1), (3, 34, 66, 2), (1, 7, 65, 1)], ids=str)
+@pytest.mark.parametrize("plan", ["rows", "swapped"])
+@pytest.mark.parametrize(
+    ("name", "tokens", "f", "d", "tiles"),
+    [("int4", 1, 3, 1408, 1), ("int8 a row", 1, 18, 66, 2), ("NVFP4", 1, 18, 66, 2), ("Q6_K", 1, 7, 65, 1), ("FP8 a row", 1, 7, 65, 1)],
+    ids=str,
+)
 def test_odd_shapes(name: str, tokens: int, f: int, d: int, tiles: int, plan: str) -> None:
     fmt = FORMATS[name]
     layer = PackedLayer((fmt, fmt), 2, f, d, tiles)
@@ -60,24 +67,24 @@ def test_odd_shapes(name: str, tokens: int, f: int, d: int, tiles: int, plan: st
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_projections_of_different_formats(plan: str) -> None:
-    layer = PackedLayer(MIXED, 3, 64, 96, tiles=2)
-    arguments = inputs(4, 2, 3, 96, torch.float32)
+    layer = PackedLayer(MIXED, 2, 16, 64, tiles=2)
+    arguments = inputs(2, 2, 2, 64, torch.float32)
     assert relative_error(run(layer, PLANS[plan], *arguments), layer.expected(*arguments)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("entry", [-1, 2**31 - 1], ids=["before the pool", "far behind it"])
 def test_absent_experts_are_never_read(plan: str, entry: int) -> None:
-    layer = PackedLayer((FORMATS["int4"], FORMATS["int4"]), 6, 32, 64, present=[1, 4])
+    layer = PackedLayer((FORMATS["int4"], FORMATS["int4"]), 6, 12, 64, present=[1, 4])
     layer.entries[layer.entries < 0] = entry
-    ids = torch.tensor([1, 4])[torch.randint(2, (9, 3))]
-    arguments = (torch.randn(9, 64), ids, torch.rand(9, 3))
+    ids = torch.tensor([1, 4])[torch.randint(2, (3, 2))]
+    arguments = (torch.randn(3, 64), ids, torch.rand(3, 2))
     assert relative_error(run(layer, PLANS[plan], *arguments), layer.expected(*arguments)) < TOLERANCE[torch.float32]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_negative_ids_add_nothing(plan: str) -> None:
-    layer = PackedLayer((FORMATS["MXFP4"], FORMATS["Q8_0"]), 4, 32, 64)
+    layer = PackedLayer((FORMATS["MXFP4"], FORMATS["Q8_0"]), 4, 12, 64)
     ids = torch.tensor([[0, -1], [-1, -1], [3, 2], [-1, 1], [1, 1], [-1, -1]])
     x, weights = torch.randn(6, 64), torch.rand(6, 2)
     weights[ids < 0] = torch.nan
@@ -88,8 +95,8 @@ def test_negative_ids_add_nothing(plan: str) -> None:
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_placement_does_not_change_bits(plan: str) -> None:
-    layer = PackedLayer(MIXED, 4, 32, 64)
-    arguments = inputs(5, 2, 4, 64, torch.float16)
+    layer = PackedLayer(MIXED, 3, 12, 64)
+    arguments = inputs(2, 2, 3, 64, torch.float16)
     first = run(layer, PLANS[plan], *arguments)
     pages = layer.pool.view(-1, layer.page_bytes)
     layer.entries = ((pages.shape[0] - 1) * (layer.page_bytes // 256) - layer.entries).to(torch.int32)
@@ -120,7 +127,7 @@ def test_experts_that_arrive() -> None:
     host = host.pin_memory() if ON_GPU else host
     for entry in layer.entries[2].tolist():
         layer.pool[entry * 256 : entry * 256 + size] = 0xFF
-    plan = FetchPlan.create(3, columns, 1, 2, DEVICE)
+    plan = FetchPlan.create(3, columns, 2, DEVICE)
     plan.sources[0], plan.count[0] = host.data_ptr(), 1
     plan.pages[0] = layer.entries[2].to(DEVICE)
     pool, entries = layer.pool.to(DEVICE), layer.entries.to(DEVICE)

@@ -70,9 +70,7 @@ SHAPE_PARAMS = [pytest.param(*shape, id=f"B{shape[0]}-{shape[2]}over{shape[1]}x{
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"W{w}")
 @pytest.mark.parametrize(("block_tokens", "kv_heads", "heads", "head_dim"), SHAPE_PARAMS)
-def test_decode(
-    block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool
-) -> None:
+def test_decode(block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool) -> None:
     layout = KVLayout(block_tokens, kv_heads, head_dim, quantized=codes)
     lengths = sorted({1, max(1, block_tokens - 1), block_tokens, block_tokens + 1, 200}) + [0] + [5000] * ON_GPU
     cache = make_cache(lengths, layout, dtype)
@@ -92,9 +90,7 @@ def test_decode(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"W{w}")
 @pytest.mark.parametrize(("block_tokens", "kv_heads", "heads", "head_dim"), SHAPE_PARAMS)
-def test_prefill(
-    block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool
-) -> None:
+def test_prefill(block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool) -> None:
     layout = KVLayout(block_tokens, kv_heads, head_dim, quantized=codes)
     pairs = [(1, 1), (70, 70), (90, 3), (0, 0), (block_tokens + 1, 1), (block_tokens, block_tokens)] + [(3000, 1500)] * ON_GPU
     lengths, new = [n for n, _ in pairs], [r for _, r in pairs]

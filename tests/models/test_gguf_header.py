@@ -192,7 +192,10 @@ HOSTILE = {
     "a string of 99 bytes": head(0, 1) + tiny.gguf_string("k") + struct.pack("<IIQQ", tiny.ARRAY, tiny.STRING, 1, 99) + b"\0" * 64,
     "nests arrays too deeply": head(0, 1) + tiny.gguf_string("k") + struct.pack("<I", tiny.ARRAY) + nested(60) + b"\0" * 64,
     # Both would be walked over for minutes, element by element.
-    "more elements than": head(0, 1) + tiny.gguf_string("k") + struct.pack("<IIQ", tiny.ARRAY, tiny.ARRAY, 140_000) + b"\0" * (12 * 140_000),
+    "more elements than": head(0, 1)
+    + tiny.gguf_string("k")
+    + struct.pack("<IIQ", tiny.ARRAY, tiny.ARRAY, 140_000)
+    + b"\0" * (12 * 140_000),
     "the value of 'many' has more elements than": head(0, 1)
     + tiny.gguf_string("many")
     + struct.pack("<IIQ", tiny.ARRAY, tiny.STRING, (1 << 23) + 1)
@@ -260,7 +263,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 def test_names_of_parts() -> None:
     assert part_names("m-00002-of-00003.gguf") == [f"m-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
-    assert part_names("m-00001-of-99999.gguf")[-1] == "m-09999-of-99999.gguf"
+    assert part_names("m-00001-of-99999.gguf")[-1] == "m-00999-of-99999.gguf"
     assert part_names("m.GGUF") == ["m.GGUF"]
     models = ["a.gguf", "m-00001-of-00003.GGUF", "remtp.gguf"]
     others = ["m-00002-of-00003.gguf", "mmproj-F16.gguf", "x-mmproj.gguf", "imatrix_unsloth.gguf", "mtp-a-Q4_0.gguf", "a.safetensors"]

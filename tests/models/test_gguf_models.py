@@ -169,7 +169,7 @@ def test_layers_that_guess_further_tokens_are_left_out(tmp_path: Path, compare: 
     with GGUFReader(path) as reader:
         assert reader.ignored == ("blk.4.nextn.eh_proj.weight",)
         assert reader.unused_parts == ("the head that guesses several tokens at once (1 tensors)",)
-        assert notices_of(reader) == ("Of this checkpoint, the head that guesses several tokens at once (1 tensors) is not used.",)
+        assert notices_of(reader)[0] == "Of this checkpoint, the head that guesses several tokens at once (1 tensors) is not used."
     assert unused_parts(resolve(open_index(path), reader.config).ignored) == reader.unused_parts
 
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from quantised import KINDS, write_quantised_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES, write_tiny_checkpoint
+from tiny_gguf import write_tiny_gguf
 
 from rimuru_models.errors import CheckpointError
 from rimuru_models.layout import dense_bytes
 from rimuru_models.loader import load_model
+from rimuru_models.readers import open_reader
 from rimuru_models.weights import CheckpointReader
 
 
@@ -38,6 +41,28 @@ def test_dense_bytes_is_exactly_what_is_allocated(family: str, tied: bool, dtype
     model = load_model(reader, dtype)
     assert sum(storages(model).values()) == dense_bytes(reader.config, dtype.itemsize) == model.dense_bytes
     assert (model.output.data_ptr() == model.embedding.data_ptr()) is tied
+
+
+@pytest.mark.parametrize("name", ["fp8-bf16", "gptq", "nvfp4", "gguf"])
+def test_numbers_made_of_a_quantised_matrix_are_not_held_twice(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "gguf":
+        path, _ = write_tiny_gguf(tmp_path, "qwen3_moe")
+    else:
+        path, _ = write_quantised_checkpoint(tmp_path, "qwen3_moe", KINDS[name], num_layers=2, moe_intermediate_size=64)
+    with open_reader(path) as reader:
+        made: dict[int, str] = {}
+
+        def remembered(name: str) -> torch.Tensor:
+            view = type(reader).dense_view(reader, name)
+            if name in reader.formats.dense and name.endswith(("o_proj.weight", "embed_tokens.weight", "lm_head.weight")):
+                made[view.data_ptr()] = name
+            return view
+
+        monkeypatch.setattr(reader, "dense_view", remembered)
+        model = load_model(reader, torch.float32)
+        assert made and made.keys() <= storages(model).keys()
+        assert sum(storages(model).values()) == dense_bytes(reader.config, 4) == model.dense_bytes
+        assert load_model(reader, torch.bfloat16).embedding.dtype is torch.bfloat16
 
 
 def test_the_model_keeps_nothing_of_the_file(tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ def test_every_family_is_copied_and_read(family: str, to: str, tmp_path: Path) -
     (source / "tokenizer.json").write_text("{}", encoding="utf-8")
     recipe = Recipe.of(to, 32)
     copy = copy_of(source, tmp_path / "copy", recipe)
-    assert finished_copy(copy, "a source", recipe) and (copy / "tokenizer.json").read_text(encoding="utf-8") == "{}"
+    with CheckpointReader(source) as reader:
+        assert finished_copy(reader, copy, recipe, "a source")
+    assert (copy / "tokenizer.json").read_text(encoding="utf-8") == "{}"
     with CheckpointReader(source) as plain, CheckpointReader(copy) as quantised:
         assert all(formats is not None for formats in quantised.formats.experts.values()) and not quantised.formats.dense
         for name in plain._map.dense:
@@ -191,15 +193,27 @@ def test_killed_half_way_it_goes_on_behind_the_last_finished_shard(to: str, tmp_
     assert not done, "a finished copy was made again"
 
 
-def test_a_shard_that_was_damaged_is_made_again(tmp_path: Path) -> None:
-    source = write_tiny_checkpoint(tmp_path / "plain", "qwen3_moe")
+@pytest.mark.parametrize("cut_short", [True, False])
+@pytest.mark.parametrize("left", [None, 0, 1000, -100])
+@pytest.mark.parametrize("name", ["model-00001-of-00003.safetensors", "model-00003-of-00003.safetensors", "tokenizer.json"])
+def test_what_was_damaged_is_made_again(name: str, left: int | None, cut_short: bool, tmp_path: Path) -> None:
+    source = write_tiny_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=2)
+    (source / "tokenizer.json").write_text("{" + " " * 2000 + "}", encoding="utf-8")
     copy = copy_of(source, tmp_path / "copy", Recipe.of("int8"))
-    (copy / "config.json").unlink()
-    shard = copy / "model-00003-of-00005.safetensors"
-    whole = shard.read_bytes()
-    shard.write_bytes(whole[:-100])
-    copy_of(source, copy, Recipe.of("int8"))
-    assert shard.read_bytes() == whole
+    if cut_short:
+        (copy / "config.json").unlink()
+    damaged = copy / name
+    whole = damaged.read_bytes()
+    if left is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(whole[:left])
+    with CheckpointReader(source) as reader:
+        assert not finished_copy(reader, copy, Recipe.of("int8"), "a source")
+    looked_at: list[bool] = []
+    copy_of(source, copy, Recipe.of("int8"), lambda *_: looked_at.append((copy / "config.json").exists()))
+    assert damaged.read_bytes() == whole and (copy / "config.json").exists()
+    assert looked_at and not any(looked_at), "half a copy looked like a model"
 
 
 def test_a_full_disk_is_said_in_words_and_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ class HostStore:
         plain = [pages is None or formats is None for formats in (pages.layers if pages is not None else config.moe_layers)]
         # Not where they have to be converted: then all of them would lie in memory, four bytes a weight.
         self._experts = [
-            list(reader.experts(layer)) if own and reader.expert_extents(layer, 0) is not None else []
+            list(reader.experts(layer)) if own and all(reader.expert_extents(layer, one) for one in range(config.num_experts)) else []
             for layer, own in zip(config.moe_layers, plain, strict=True)
         ]
 
