@@ -85,7 +85,6 @@ def test_every_command_has_help(command: str, flag: str) -> None:
         (("run", "m", "x", "--memory", "lots"), "8GiB"),
         (("chat", "m", "--vram", "0%"), "--memory"),
         (("bench", "decode", "--residency", "0"), "--residency"),
-        (("bench", "decode", "--vs", "llama"), "--vs"),
         (("profile-hotset", "m", "--split", "1"), "--split"),
     ],
 )
@@ -95,6 +94,11 @@ def test_usage_errors(arguments: tuple[str, ...], words: str, cli: Cli) -> None:
     code, out, err = cli(*arguments, "--json", stdin=b"x")
     error = json.loads(out)["error"]
     assert code == error["exit_code"] == 2 and err == ""
+
+
+def test_a_comparison_with_a_model_that_is_not_there(cli: Cli) -> None:
+    code, out, err = cli("bench", "decode", "--vs", "llama")
+    assert (code, out) == (3, "") and err.startswith("error: ") and "llama" in err
 
 
 def test_json_after_a_double_dash_is_a_prompt(cli: Cli) -> None:
