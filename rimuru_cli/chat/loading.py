@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from rimuru_cli.engine.telemetry.frame import Role
     from rimuru_cli.hub.resolve import ResolvedModel
 
-# The demonstration model fits everywhere; half of its experts are kept out on purpose, so that there is something to see.
+# The demonstration model fits everywhere; half of its experts are kept out on purpose, so that there is something to see. Not of a
+# quantised copy: whoever asks for one wants it to fit.
 DEMO_RESIDENT_SHARE = 0.5
 
 
@@ -121,7 +122,8 @@ def engine_config(resolved: ResolvedModel, settings: Settings, out: Output) -> E
     )
     if memory is not None:
         return replace(config, memory_bytes=memory.of(device_memory_bytes()))
-    return replace(config, resident_share=DEMO_RESIDENT_SHARE) if resolved.embedded else config
+    shown = resolved.embedded and settings["quant"] in (None, "none")
+    return replace(config, resident_share=DEMO_RESIDENT_SHARE) if shown else config
 
 
 def profile_file(model_dir: Path) -> Path:

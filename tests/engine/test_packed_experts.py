@@ -125,6 +125,7 @@ def test_row_tiles_hold_matrices_of_their_own(folder: Path, config: EngineConfig
 def test_planes_on_a_cpu_say_the_same_wherever_they_lie(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planes round as bfloat16 does, so the text is their own; but one text, whatever moves, and whether tokens come alone or together."""
     monkeypatch.setattr(pages_module, "LEAST_PLANE", 1)
+    monkeypatch.setattr(pages_module, "LEAST_TWO_PLANES", 1)
     monkeypatch.setattr(pages_module, "LEAST_PLANE_WITH_OFFSETS", 1)
     config = EngineConfig(device="cpu", context=CONTEXT, max_batch_tokens=24)
     for name, modes in (("int4", ((1.0, "auto"), (0.3, "on_demand"))), ("mixed by layer", ((0.3, "streamed"), (0.0, "on_demand")))):

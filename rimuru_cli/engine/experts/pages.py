@@ -21,7 +21,9 @@ BLOCK_WEIGHTS = 1 << 18
 """Weights that `packed_products` turns into float32 at once: 1 MiB."""
 
 LEAST_PLANE = 3 << 13
-"""Matrices with more weights are quicker as planes. Those are a call each, where `packed_products` takes several at once, and exactly."""
+"""Matrices with more weights are quicker as a plane. That is a call each, where `packed_products` takes several at once, and exactly."""
+LEAST_TWO_PLANES = 1 << 16
+"""The same where the codes have more than four bits: two calls each, and twice the work for an absent expert."""
 LEAST_PLANE_WITH_OFFSETS = 1 << 17
 """The same for formats with minima, which planes keep in bfloat16, so that they lose more by them."""
 
@@ -113,8 +115,10 @@ class ExpertPages:
         """Whether a MoE layer's gate (0), up (1) or down (2) are planes of four bits."""
         fmt = self.format(layer, projection)
         rows, columns = self.tile_shape(projection)
-        least = LEAST_PLANE if fmt is None or fmt.offset in ("none", "zero") else LEAST_PLANE_WITH_OFFSETS
-        return self.planes and fmt is not None and rows * columns > least and in_planes(fmt)
+        if not self.planes or fmt is None or not in_planes(fmt):
+            return False
+        least = LEAST_PLANE if fmt.values == "int4" else LEAST_TWO_PLANES
+        return rows * columns > (least if fmt.offset in ("none", "zero") else max(least, LEAST_PLANE_WITH_OFFSETS))
 
     def tile_bytes(self, layer: int, projection: int) -> int:
         """Bytes of one tile's content."""
