@@ -8,26 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from packed_moe import FORMATS
 
 from rimuru_kernels.packed_weights import Codes, PackedFormat, dequantize, pack, page_bytes, page_parts, unpack
 from rimuru_kernels.packed_weights.reference import FP4_VALUES
-
-FORMATS = {
-    "int8 a row": PackedFormat("int8", 0, "bf16"),
-    "Q8_0": PackedFormat("int8", 32, "f16"),
-    "int8 with zeros": PackedFormat("int8", 128, "f32", "zero"),
-    "int4": PackedFormat("int4", 32, "bf16", bias=8),
-    "GPTQ": PackedFormat("int4", 128, "f16", "zero"),
-    "Q4_1": PackedFormat("int4", 32, "f16", "min"),
-    "Q4_K": PackedFormat("int4", 32, "u8*f16", "u8*f16"),
-    "Q5_0": PackedFormat("int5", 32, "f16", bias=16),
-    "Q5_K": PackedFormat("int5", 32, "u8*f16", "u8*f16"),
-    "Q6_K": PackedFormat("int6", 16, "i8*f16", bias=32),
-    "FP8 in blocks": PackedFormat("fp8", 128, "f32", group_rows=128),
-    "FP8 in blocks, E8M0": PackedFormat("fp8", 128, "e8m0", group_rows=128),
-    "MXFP4": PackedFormat("fp4", 32, "e8m0"),
-    "NVFP4": PackedFormat("fp4", 16, "e4m3", factor=True),
-}
 
 
 def random_codes(fmt: PackedFormat, rows: int, columns: int, seed: int) -> Codes:
