@@ -16,6 +16,7 @@ from rimuru_cli.bench.machine import memory_facts
 from rimuru_cli.bench.packed import QUANTS
 from rimuru_cli.bench.synthetic import SHAPES, SMALL_SHAPES
 from rimuru_cli.bench.tokens import Routing, run_tokens_bench
+from rimuru_cli.engine.config import KVPrecision
 from rimuru_cli.engine.experts.pages import ExpertPages
 from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES
 from rimuru_cli.settings import MemorySize
@@ -43,6 +44,7 @@ def run_token_rows(
     drawn: bool = False,
     quant: str | None = None,
     dense: str | None = None,
+    kv: KVPrecision = "auto",
     prompts: Sequence[int] = (),
     tokens: int = 128,
     sequences: Sequence[int] = (1,),
@@ -59,6 +61,7 @@ def run_token_rows(
         trace: recorded routing for tg; drawn: one that is made up instead (`bench/drawn_routing.py`).
         quant: what experts are packed as, a key of `QUANTS`; None: plain numbers.
         dense: likewise all other matrices but norms and routers.
+        kv: what keys and values are stored as: "auto", or "q8", 8-bit codes.
         prompts: sizes for pp in tokens; 512 and 4096, where the shape's context has room, when empty.
         tokens: to generate for tg.
         sequences: how many sequences generate at once, a row each; t/s counts the tokens of all.
@@ -107,6 +110,7 @@ def run_token_rows(
         dtype=dtype,
         quant=quant,
         dense=dense,
+        kv=kv,
         prompts=prompts,
         tokens=tokens,
         sequences=sequences,
@@ -118,6 +122,7 @@ def run_token_rows(
         "dtype": name,
         "experts": quant or name,
         "dense": dense or name,
+        "kv": name if kv == "auto" else kv,
     }
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from rimuru_cli.bench.drawn_routing import PROMPT_STEPS, drawn_experts
 from rimuru_cli.bench.looking_on import watched
 from rimuru_cli.bench.synthetic import SyntheticReader
-from rimuru_cli.engine.config import EngineConfig
+from rimuru_cli.engine.config import EngineConfig, KVPrecision
 from rimuru_cli.engine.device.experts import DeviceExperts
 from rimuru_cli.engine.device.loading import build_device_parts
 from rimuru_cli.engine.device.pinned_host import PinnedHost
@@ -102,9 +102,11 @@ class SyntheticModel:
         dtype: torch.dtype = torch.bfloat16,
         quant: str | None = None,
         dense: str | None = None,
+        kv: KVPrecision = "auto",
     ) -> None:
         self.shape, self.device, self.dtype, self.progress = shape, device, dtype, progress
         self._packed = quant, dense
+        self._kv: KVPrecision = kv
         self.reader = self._reader()
         self.before = _used_bytes(device)
         with torch.inference_mode():
@@ -115,10 +117,11 @@ class SyntheticModel:
 
     @property
     def name(self) -> str:
-        """The shape, and what its weights are packed as."""
+        """The shape, what its weights are packed as, and keys and values, where they are codes."""
         quant, dense = self._packed
         plain = str(self.dtype).removeprefix("torch.")
-        return self.shape if quant is None and dense is None else f"{self.shape}, {quant or plain}, dense {dense or plain}"
+        weights = [] if quant is None and dense is None else [quant or plain, f"dense {dense or plain}"]
+        return ", ".join([self.shape, *weights, *(["kv q8"] if self._kv == "q8" else [])])
 
     def _reader(self, top_k: int | None = None) -> SyntheticReader:
         quant, dense = self._packed
@@ -132,7 +135,7 @@ class SyntheticModel:
         self.model.config = reader.config
         for layer in self.model.layers:
             layer.mlp.top_k = reader.config.top_k  # type: ignore[union-attr]
-        config = EngineConfig(memory_bytes=vram, max_batch_tokens=max_batch_tokens, device_batch_tokens=max_batch_tokens)
+        config = EngineConfig(memory_bytes=vram, max_batch_tokens=max_batch_tokens, device_batch_tokens=max_batch_tokens, kv=self._kv)
         return self._make(reader, config, graphs=graphs)
 
     def engine_with(self, config: EngineConfig) -> tuple[Engine, Parts]:
@@ -253,6 +256,7 @@ def run_tokens_bench(
     dtype: torch.dtype = torch.bfloat16,
     quant: str | None = None,
     dense: str | None = None,
+    kv: KVPrecision = "auto",
     prompts: Sequence[int] = (512, 4096),
     tokens: int = 128,
     sequences: Sequence[int] = (1,),
@@ -264,10 +268,11 @@ def run_tokens_bench(
         vram: ceilings in bytes; None: no cap.
         trace: recorded routing for tg; drawn: a made-up one.
         quant: a key of `QUANTS`: what the experts are packed as; None: plain numbers. dense: likewise the dense matrices.
+        kv: what keys and values are stored as.
         sequences: how many sequences generate at once, a tg row each.
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    synthetic = SyntheticModel(shape, device, progress or (lambda stage, done, total: None), dtype=dtype, quant=quant, dense=dense)
+    synthetic = SyntheticModel(shape, device, progress or (lambda stage, done, total: None), dtype=dtype, quant=quant, dense=dense, kv=kv)
     own = synthetic.reader.config
     routings = {"uniform": Routing.uniform(28 + tokens, len(own.moe_layers), own.num_experts, own.top_k)}
     if drawn:

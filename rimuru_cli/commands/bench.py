@@ -296,6 +296,7 @@ def _tokens(
     dense: Annotated[
         str | None, typer.Option("--dense", metavar="NAME", help="What all other matrices are packed as: int8 …", show_default="bf16")
     ] = None,
+    kv: Annotated[str, typer.Option("--kv", metavar="auto|q8", help="What keys and values are stored as.")] = "auto",
     prompt: Annotated[
         list[int] | None,
         typer.Option("--prompt", "-p", metavar="TOKENS", min=1, help="Size for pp; may be repeated.", show_default="512 and 4096"),
@@ -309,9 +310,10 @@ def _tokens(
 ) -> None:
     from rimuru_cli.chat.interrupt import loading_libraries
     from rimuru_cli.commands._tables import print_token_rows
-    from rimuru_cli.settings import parse_size
+    from rimuru_cli.settings import BY_NAME, checked, parse_size
 
     out = Output(json=json)
+    precision = checked(BY_NAME["kv"], kv, "--kv")
     if not random_weights:
         raise typer.BadParameter("pp and tg measure made-up weights; add --random-weights", param_hint="--random-weights")
     ceilings = [None if size.strip().lower() == "none" else parse_size(size) for size in vram or ["none"]]
@@ -328,6 +330,7 @@ def _tokens(
             drawn=drawn,
             quant=quant,
             dense=dense,
+            kv=precision,
             prompts=prompt or (),
             tokens=tokens,
             sequences=tuple(dict.fromkeys(sequences or [1])),

@@ -80,6 +80,15 @@ def test_a_hybrid_shape_with_a_made_up_routing(cli: Cli) -> None:
     assert code == 2 and "replayed by tg" in err
 
 
+def test_a_cache_of_8_bits(cli: Cli) -> None:
+    code, out, err = cli("pp", "tg", *TINY, "--kv", "q8", "-p", "8", "-n", "3", "--json")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["kv"] == "q8" and {row["model"] for row in report["rows"]} == {"tiny, kv q8"}
+    code, _, err = cli("pp", *TINY, "--kv", "q4")
+    assert code == 2 and "q8" in err
+
+
 def test_the_table_for_people(cli: Cli) -> None:
     code, out, err = cli("pp", *TINY, "--prompt", "4")
     header, _, row = out.splitlines()
