@@ -19,6 +19,7 @@ from rimuru_kernels.paged_attention import KVLayout
 from rimuru_kernels.paged_attention.quantized import dequantize_heads, quantize_heads
 from rimuru_models.errors import UsageError
 
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 Q8 = EngineConfig(max_batch_tokens=24, context=CONTEXT, kv="q8")
 
 
@@ -104,18 +105,19 @@ def test_the_text_survives_a_moving_ceiling(qwen3: Path, q8_text: dict[str, list
     assert_all_free(engine)
 
 
-def test_the_way_of_a_device_says_the_same_for_every_pool(qwen3: Path) -> None:
+@pytest.mark.parametrize("device", ["emulated", CUDA])
+def test_the_way_of_a_device_says_the_same_for_every_pool(device: Any, qwen3: Path) -> None:
     texts = []
-    for share in (1.0, 0.0):
-        engine = load_engine(qwen3, share, replace(Q8, device="emulated", device_batch_tokens=24))
+    for share, changes in ((1.0, {}), (0.0, {}), (0.4, {"adjuster": adversary(2)})):
+        engine = load_engine(qwen3, share, replace(Q8, device=device, device_batch_tokens=24, **changes))  # type: ignore[arg-type]
         assert engine.info.kv_dtype == "q8"
         texts.append(converse(engine))
         assert_all_free(engine)
-    assert texts[0] == texts[1]
+    assert texts[0] == texts[1] == texts[2]
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "granitemoehybrid", "1:2"])
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
+@pytest.mark.parametrize("device", ["cpu", "emulated", CUDA])
 def test_attention_layers_of_hybrids(name: str, device: Any, hybrid: Any) -> None:
     """States and 8-bit tokens share the pool; the text is the same in the largest and the smallest, and while everything moves."""
     folder, _ = hybrid(name)
