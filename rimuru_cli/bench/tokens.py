@@ -195,6 +195,7 @@ def measure_prompt(engine: Engine, parts: Parts, tokens: int, repeats: int = 3) 
     assert isinstance(experts, DeviceExperts), "prompts are streamed on a device"
     experts.timed = True
     for repeat in range(repeats + 1):
+        engine.forget()  # what is measured is reading, of a prompt as of one that begins alike
         prompt = torch.randint(0, vocab, (tokens,), generator=torch.Generator().manual_seed(repeat)).tolist()
         request = engine.submit(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))
         while request.finish_reason is None:
