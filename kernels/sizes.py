@@ -5,7 +5,7 @@ from __future__ import annotations
 MAX_SCORES = 1 << 22
 """Most attention scores that the plain torch reference holds at once (floats); longer prefills are done in groups of rows."""
 
-SMALLEST_TILE = 16
+SMALLEST_TILE = 8
 COUNT_TOKENS = 64
 """Tokens that a program of the MoE kernels `count_pairs` and `place_pairs` deals with."""
 ROWS_SHARE = 0.8

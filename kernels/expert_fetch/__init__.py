@@ -247,7 +247,7 @@ def predict(
         reference.predict(ids, weights, state, plan, policy, limit)
 
 
-def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int] | None = None) -> None:
+def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int] | None = None, *, copied: int | None = None) -> None:
     """Copy the experts that `plan` lists from host memory into the pool.
 
     Args:
@@ -255,6 +255,7 @@ def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, in
         pool: uint8 [bytes], 16-byte aligned.
         page_bytes: bytes of one of an expert's pages, a multiple of 16; an expert's pages follow one another in host memory.
         columns: (first, end) of each expert's pages, to copy these alone; None: all.
+        copied: bytes at the beginning of each page that mean something and are copied, a multiple of 16; None: all.
 
     Raises:
         ValueError: sizes or dtypes out of range.
@@ -264,9 +265,12 @@ def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, in
     columns = (0, plan.pages.shape[1]) if columns is None else columns
     if not 0 <= columns[0] < columns[1] <= plan.pages.shape[1]:
         raise ValueError(f"fetch: columns {columns} of {plan.pages.shape[1]} pages")
+    copied = page_bytes if copied is None else copied
+    if not 16 <= copied <= page_bytes or copied % 16:
+        raise ValueError(f"fetch: {copied} bytes of pages of {page_bytes} (a multiple of 16 is needed)")
     if pool.is_cuda:
         from rimuru_kernels.expert_fetch import kernel
 
-        kernel.fetch(plan, pool, page_bytes, columns)
+        kernel.fetch(plan, pool, page_bytes, columns, copied=copied)
     else:
-        reference.fetch(plan, pool, page_bytes, columns)
+        reference.fetch(plan, pool, page_bytes, columns, copied)

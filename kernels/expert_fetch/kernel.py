@@ -250,10 +250,14 @@ def _predict(
 @triton.jit
 def copy_pieces(
     sources, pages, count, pool, program, programs,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, WORDS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, COPIED_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
-    """One program's share of copying pages FIRST to LAST - 1 of each listed expert; all share evenly, also the pieces of one expert."""
-    PIECES: tl.constexpr = (PAGE_WORDS + WORDS - 1) // WORDS
+    """One program's share of copying pages FIRST to LAST - 1 of each listed expert; all share evenly, also the pieces of one expert.
+
+    Pages lie PAGE_WORDS apart in host memory; the first COPIED_WORDS of each are copied.
+    """
+    PIECES: tl.constexpr = (COPIED_WORDS + WORDS - 1) // WORDS
     COLUMNS: tl.constexpr = LAST - FIRST
     copies = tl.load(count)
     i = tl.arange(0, WORDS)
@@ -266,16 +270,17 @@ def copy_pieces(
         entry = tl.load(pages + copy * PAGES + column).to(tl.int64)
         source = tl.multiple_of(source + column * PAGE_WORDS, 16)
         target = tl.multiple_of(target_base + entry * 32, 16)
-        words = tl.load(source + word, mask=word < PAGE_WORDS, eviction_policy="evict_first")
-        tl.store(target + word, words, mask=word < PAGE_WORDS)
+        words = tl.load(source + word, mask=word < COPIED_WORDS, eviction_policy="evict_first")
+        tl.store(target + word, words, mask=word < COPIED_WORDS)
 
 
 @triton.jit
 def _fetch(
     sources, pages, count, pool,
-    FIRST: tl.constexpr, LAST: tl.constexpr, PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, WORDS: tl.constexpr,
+    FIRST: tl.constexpr, LAST: tl.constexpr, PAGES: tl.constexpr, PAGE_WORDS: tl.constexpr, COPIED_WORDS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):  # fmt: skip
-    copy_pieces(sources, pages, count, pool, tl.program_id(0), tl.num_programs(0), FIRST, LAST, PAGES, PAGE_WORDS, WORDS)
+    copy_pieces(sources, pages, count, pool, tl.program_id(0), tl.num_programs(0), FIRST, LAST, PAGES, PAGE_WORDS, COPIED_WORDS, WORDS)
 
 
 def _blocks(top_k: int, tokens: int, experts: int, plan: FetchPlan) -> dict[str, int]:
@@ -337,9 +342,9 @@ def predict(x: Tensor, router: Tensor, top_k: int, state: LayerResidency, plan: 
     )  # fmt: skip
 
 
-def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int], programs: int = 128) -> None:
+def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int], programs: int = 128, copied: int | None = None) -> None:
     """See `rimuru_kernels.expert_fetch.fetch`; arguments are taken as checked."""
     _fetch[(programs,)](
         plan.sources, plan.pages, plan.count, pool, FIRST=columns[0], LAST=columns[1], PAGES=plan.pages.shape[1],
-        PAGE_WORDS=page_bytes // 8, WORDS=WORDS, num_warps=8,
+        PAGE_WORDS=page_bytes // 8, COPIED_WORDS=(copied or page_bytes) // 8, WORDS=WORDS, num_warps=8,
     )  # fmt: skip

@@ -97,12 +97,12 @@ def predict(ids: Tensor, weights: Tensor, state: LayerResidency, plan: FetchPlan
     state.counters[2] += copies
 
 
-def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int]) -> None:
+def fetch(plan: FetchPlan, pool: Tensor, page_bytes: int, columns: tuple[int, int], copied: int) -> None:
     """See `rimuru_kernels.expert_fetch.fetch`; arguments are taken as checked. Sources are addresses of this process."""
     for row in range(int(plan.count)):
         entries = plan.pages[row].tolist()
         for column in range(*columns):
             address = int(plan.sources[row]) + column * page_bytes
-            content = (ctypes.c_uint8 * page_bytes).from_address(address)
+            content = (ctypes.c_uint8 * copied).from_address(address)
             start = entries[column] * ENTRY_BYTES
-            pool[start : start + page_bytes] = torch.frombuffer(content, dtype=torch.uint8).to(pool.device)
+            pool[start : start + copied] = torch.frombuffer(content, dtype=torch.uint8).to(pool.device)

@@ -7,7 +7,7 @@ from typing import Any
 from rimuru_kernels.compile_check import CompileCase
 from rimuru_kernels.fused_moe import kernel, packed_compile_cases
 from rimuru_kernels.fused_moe.configs import GEMM_2_BYTES, GEMM_4_BYTES, ROWS_2_BYTES, ROWS_4_BYTES, GemmConfig
-from rimuru_kernels.fused_moe.launch import COPIERS, COUNT_LINES, ROUTE_CHUNK, WORDS
+from rimuru_kernels.fused_moe.launch import COPIERS, COUNT_LINES, MAX_COUNTED_PAIRS, ROUTE_CHUNK, WORDS
 from rimuru_kernels.sizes import COUNT_TOKENS
 
 TOP_K, F, D = 8, 768, 2048
@@ -77,6 +77,14 @@ def _sorting_cases() -> list[CompileCase]:
         CompileCase("route", kernel.route, integers, {"CHUNK": ROUTE_CHUNK}, 16, 3),
         CompileCase("count_pairs", kernel.count_pairs, integers, counting | {"SLOTS": TOP_K}, 4, 3),
         CompileCase("place_pairs", kernel.place_pairs, integers, counting | {"LINES": COUNT_LINES}, 8, 3),
+        CompileCase(
+            "route_tiles",
+            kernel.route_tiles,
+            integers,
+            {"CHUNK": MAX_COUNTED_PAIRS, "BM": 8, "EXPERTS": 256, "TILES": 1, "PAGED": True},
+            4,
+            3,
+        ),
         CompileCase("tile_table", kernel.tile_table, integers, {"BM": 16, "EXPERTS": 256, "TILES": 1, "PAGED": True}, 1, 3),
         CompileCase("sum_slots", kernel.sum_slots, sums, {"TOPK": TOP_K, "D": D, "BLOCK": 1024}, 4, 3),
     ]

@@ -15,8 +15,8 @@ down [E, d, f].
 
 Few pairs: `gate_up_rows`, then `down_rows`; every pair reads its expert's rows, pairs that share an expert meet in the L2 cache.
 Many pairs: `route` (or, for very many, `count_pairs` and `place_pairs`) sorts pairs by expert, `tile_table` cuts them into tiles of BM
-rows, `grouped_gemm` runs twice (gate and up, then down, each pair's contribution written to its own row), `sum_slots` adds the slots up
-in ascending order. Grids depend on T only, so all of it can be captured.
+rows (where it is not so many, `route_tiles` does both), `grouped_gemm` runs twice (gate and up, then down, each pair's contribution
+written to its own row), `sum_slots` adds the slots up in ascending order. Grids depend on T only, so all of it can be captured.
 
 A negative id means no expert: that slot adds nothing. Each sum has one fixed order, so the result does not depend on where the pages lie.
 """
@@ -85,7 +85,7 @@ def gate_up_rows(
             program = tl.program_id(1) * tl.num_programs(0) + pair
             copy_pieces(
                 sources, pages, count, w_ptr, program, tl.num_programs(0) * COPIERS,
-                2 * TILES, 3 * TILES, 3 * TILES, PAGE_WORDS, WORDS,
+                2 * TILES, 3 * TILES, 3 * TILES, PAGE_WORDS, PAGE_WORDS, WORDS,
             )  # fmt: skip
             return
     expert = tl.load(ids_ptr + pair).to(tl.int32)
@@ -194,11 +194,40 @@ def route(ids_ptr, sorted_ptr, offsets_ptr, num_pairs, CHUNK: tl.constexpr):
     if expert == tl.num_programs(0) - 1:
         tl.store(offsets_ptr + expert + 1, begin + count)
     if count > 0:
-        for start in range(0, num_pairs, CHUNK):
-            ids = tl.load(ids_ptr + start + lane, mask=start + lane < num_pairs, other=-1).to(tl.int32)
-            found = (ids == expert).to(tl.int32)
-            tl.store(sorted_ptr + begin + _ranks(found), start + lane, mask=found > 0)
-            begin += tl.sum(tl.sum(found, 1), 0)
+        _place(ids_ptr, sorted_ptr, expert, begin, num_pairs, CHUNK)
+
+
+@triton.jit
+def _place(ids_ptr, sorted_ptr, expert, begin, num_pairs, CHUNK: tl.constexpr):
+    """Write the pairs of one expert to sorted[begin:], in ascending order."""
+    lane = tl.arange(0, CHUNK // 64)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    for start in range(0, num_pairs, CHUNK):
+        ids = tl.load(ids_ptr + start + lane, mask=start + lane < num_pairs, other=-1).to(tl.int32)
+        found = (ids == expert).to(tl.int32)
+        tl.store(sorted_ptr + begin + _ranks(found), start + lane, mask=found > 0)
+        begin += tl.sum(tl.sum(found, 1), 0)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "max_tiles"])
+def route_tiles(
+    ids_ptr, sorted_ptr, entries_ptr, table_ptr, num_pairs, max_tiles,
+    CHUNK: tl.constexpr, BM: tl.constexpr, EXPERTS: tl.constexpr, TILES: tl.constexpr, PAGED: tl.constexpr,
+):  # fmt: skip
+    """`route` and `tile_table` in one launch, for few pairs: every program counts the pairs of all experts."""
+    expert = tl.program_id(0)
+    lane = tl.arange(0, CHUNK)
+    counts = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, num_pairs, CHUNK):
+        ids = tl.load(ids_ptr + start + lane, mask=start + lane < num_pairs, other=-1).to(tl.int32)
+        counts += tl.histogram(tl.maximum(ids, 0), EXPERTS, mask=ids >= 0)
+    e = tl.arange(0, EXPERTS)
+    tiles = (counts + BM - 1) // BM
+    begin = tl.sum(tl.where(e < expert, counts, 0), 0)
+    count = tl.sum(tl.where(e == expert, counts, 0), 0)
+    first = tl.sum(tl.where(e < expert, tiles, 0), 0)
+    _write_tiles(entries_ptr, table_ptr, expert, begin, begin + count, first, tl.sum(tiles, 0), max_tiles, BM, TILES, PAGED)
+    if count > 0:
+        _place(ids_ptr, sorted_ptr, expert, begin, num_pairs, CHUNK)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -266,9 +295,18 @@ def tile_table(
     tiles = (high - low + BM - 1) // BM
     total = tl.sum(tiles, 0)
     first = tl.sum(tl.where(e < expert, tiles, 0), 0)
-    number = tl.sum(tl.where(e == expert, tiles, 0), 0)
     low = tl.load(offsets_ptr + expert)
     high = tl.load(offsets_ptr + expert + 1)
+    _write_tiles(entries_ptr, table_ptr, expert, low, high, first, total, max_tiles, BM, TILES, PAGED)
+
+
+@triton.jit
+def _write_tiles(
+    entries_ptr, table_ptr, expert, low, high, first, total, max_tiles, BM: tl.constexpr, TILES: tl.constexpr, PAGED: tl.constexpr
+):
+    """One expert's rows of the table, from `first` on, for its sorted rows low … high - 1, and its share of those behind `total`."""
+    num_experts = tl.num_programs(0)
+    number = (high - low + BM - 1) // BM
     lane = tl.arange(0, 32)
     for start in range(0, number, 32):
         keep = start + lane < number

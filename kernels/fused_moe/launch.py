@@ -19,6 +19,8 @@ COPIERS = 128
 """Least programs that copy while others compute. The link is full with about 1 MiB on its way, whoever reads."""
 WORDS = 2048
 """int64 words that one of them copies at a time."""
+MAX_COUNTED_PAIRS = 1024
+"""Up to this many pairs, every program may count those of all experts, and one launch sorts and cuts."""
 ROUTE_CHUNK = 4096
 """Pairs that a program of `route` looks at at once."""
 COUNT_LINES = 64
@@ -131,12 +133,28 @@ def _run_gemm(
     assert wide.tile_tokens == tall.tile_tokens, "both products walk one table of tiles"
     tiles = max_tiles(num_tokens * top_k, weights.num_experts, wide.tile_tokens)
     entries = weights.entries if weights.entries is not None else topk_ids
-    sort_pairs(topk_ids, weights.num_experts, workspace)
-    fill_tile_table(workspace, entries, weights.num_experts, tiles, wide.tile_tokens, weights.tiles, weights.entries is not None)
+    paged = weights.entries is not None
+    sort_into_tiles(topk_ids, weights.num_experts, workspace, entries, tiles, wide.tile_tokens, weights.tiles, paged)
     hidden = workspace.hidden[: num_tokens * top_k]
     _product(x, hidden, weights, weights.gate_up, workspace, entries, tiles, top_k, f, d, wide, gated=True)
     _product(hidden, workspace.contributions, weights, weights.down, workspace, entries, tiles, top_k, d, f, tall, gated=False)
     sum_slots(workspace.contributions, topk_ids, topk_weights, out)
+
+
+def sort_into_tiles(
+    topk_ids: Tensor, num_experts: int, workspace: MoeWorkspace, entries: Tensor, tiles: int, tile_tokens: int, row_tiles: int, paged: bool
+) -> None:
+    """Fill the workspace's order, and its table with `tiles` tiles: the pairs of topk_ids [T, k] by expert, cut; see `fill_tile_table`."""
+    num_pairs = topk_ids.numel()
+    if num_pairs > MAX_COUNTED_PAIRS:
+        sort_pairs(topk_ids, num_experts, workspace)
+        fill_tile_table(workspace, entries, num_experts, tiles, tile_tokens, row_tiles, paged)
+        return
+    kernel.route_tiles[(num_experts,)](
+        topk_ids, workspace.order, entries, workspace.table, num_pairs, tiles,
+        CHUNK=max(128, power_of_two(num_pairs)), BM=tile_tokens, EXPERTS=power_of_two(num_experts), TILES=row_tiles, PAGED=paged,
+        num_warps=4,
+    )  # fmt: skip
 
 
 def sort_pairs(topk_ids: Tensor, num_experts: int, workspace: MoeWorkspace) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rimuru_kernels.packed_weights import PackedFormat, dequantize, page_bytes, unpack
+from rimuru_kernels.packed_weights import PackedFormat, dequantize, page_bytes, tile_rows, unpack
 
 
 def expert_ffn(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, weights: Tensor) -> Tensor:
@@ -73,22 +73,26 @@ def paged_moe(
     f: int,
     out: Tensor,
     formats: tuple[PackedFormat, PackedFormat] | None = None,
+    tiles: tuple[int, int] | None = None,
 ) -> Tensor:
     """One layer whose expert weights lie in pages of the pool; see the op's `paged_moe` for shapes. Sums in float32, slots ascending."""
     d = x.shape[1]
-    t = entries.shape[1] // 3
+    wide, tall = (entries.shape[1] // 3,) * 2 if tiles is None else tiles
+    ends = (0, wide, 2 * wide, 2 * wide + tall)
     typed = pool.view(x.dtype) if formats is None else pool
     unit = 256 // typed.element_size()
 
     def projection(expert: int, part: int, rows: int, columns: int) -> Tensor:
-        tiles = entries[expert, part * t : (part + 1) * t].tolist()
+        places = entries[expert, ends[part] : ends[part + 1]].tolist()
         if formats is None:
-            size = rows * columns // t
-            return torch.cat([typed[e * unit : e * unit + size].view(rows // t, columns) for e in tiles]).float()
+            height = rows // len(places)
+            size = height * columns
+            return torch.cat([typed[e * unit : e * unit + size].view(height, columns) for e in places]).float()
         fmt = formats[part // 2]
-        size = page_bytes(fmt, rows // t, columns)
-        pages = [unpack(pool[e * unit : e * unit + size], fmt, rows // t, columns) for e in tiles]
-        return torch.cat([dequantize(codes, fmt) for codes in pages])
+        height = tile_rows(rows, len(places), fmt.group_rows)
+        size = page_bytes(fmt, height, columns)
+        pages = [unpack(pool[e * unit : e * unit + size], fmt, height, columns) for e in places]
+        return torch.cat([dequantize(codes, fmt) for codes in pages])[:rows]
 
     y = torch.zeros(*topk_ids.shape, d, device=x.device)
     for expert in sorted(set(topk_ids.flatten().tolist())):

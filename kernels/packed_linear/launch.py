@@ -12,11 +12,11 @@ from torch import Tensor
 
 from rimuru_kernels.fused_moe import packed_rows
 from rimuru_kernels.fused_moe.packed_configs import PackedRowsConfig
-from rimuru_kernels.fused_moe.packed_launch import quads_of, row_blocks
+from rimuru_kernels.fused_moe.packed_launch import quads_of, row_blocks, widths
 from rimuru_kernels.packed_linear import MAX_ROWS
 from rimuru_kernels.packed_weights import PackedFormat
 
-BLOCKS = PackedRowsConfig(4, 2)
+BLOCKS = PackedRowsConfig(32, 4, 4, 2)
 
 
 def few_rows(x: Tensor, page: Tensor, fmt: PackedFormat, out: Tensor) -> None:
@@ -24,10 +24,11 @@ def few_rows(x: Tensor, page: Tensor, fmt: PackedFormat, out: Tensor) -> None:
     tokens, columns = x.shape
     rows = out.shape[1]
     ids, weights, entries = _one_expert(x.device)
-    words = page[: page.numel() // 4 * 4].view(torch.int32)
-    packed_rows.down_rows[(tokens, -(-rows // BLOCKS.rows))](
-        x, quads_of(x), ids, weights, page, words, entries, out,
-        TOPK=1, SLOTS=1, F=columns, D=rows, TILES=1, BN=BLOCKS.rows, num_warps=BLOCKS.warps, **row_blocks(fmt, rows, columns),
+    quads = quads_of(x)
+    blocks = row_blocks(fmt, rows, columns, BLOCKS, 1, quads, page)
+    packed_rows.down_rows[(tokens, -(-rows // (blocks["BN"] * blocks["TURNS"])))](
+        x, quads, ids, weights, *widths(page), entries, out,
+        TOPK=1, SLOTS=1, F=columns, D=rows, TILES=(3, 1, columns, rows), WAITS=False, **blocks,
     )  # fmt: skip
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rimuru_kernels.packed_weights.format import PackedFormat, PageParts, page_bytes, page_parts
+from rimuru_kernels.packed_weights.format import PackedFormat, PageParts, page_bytes, page_parts, tile_rows
 
 if TYPE_CHECKING:
     from rimuru_kernels.packed_weights.reference import Codes, dequantize, pack, unpack
 
-__all__ = ["Codes", "PackedFormat", "PageParts", "dequantize", "pack", "page_bytes", "page_parts", "unpack"]
+__all__ = ["Codes", "PackedFormat", "PageParts", "dequantize", "pack", "page_bytes", "page_parts", "tile_rows", "unpack"]
 
 
 def __getattr__(name: str) -> Any:

@@ -23,10 +23,13 @@ Parts follow each other in this order, each at a multiple of 128 bytes; all are 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeVar
 
+T = TypeVar("T")
 Values = Literal["int8", "int4", "int5", "int6", "fp8", "fp4"]
 Scale = Literal["f32", "f16", "bf16", "e8m0", "e4m3", "u8*f16", "i8*f16"]
 Offset = Literal["none", "zero", "min", "u8*f16"]
@@ -36,6 +39,8 @@ BLOCK = 64
 """Columns whose 4-bit codes lie together."""
 SUPER_GROUP = 256
 """Columns that share the second level of a scale of two levels."""
+TILE_STEP = 32
+"""Row tiles that cannot be equal have a multiple of so many rows, but for the last."""
 
 LOW_BITS: dict[Values, int] = {"int8": 8, "fp8": 8, "int4": 4, "fp4": 4, "int5": 4, "int6": 4}
 HIGH_BITS: dict[Values, int] = {"int5": 1, "int6": 2}
@@ -142,6 +147,49 @@ def page_parts(fmt: PackedFormat, rows: int, columns: int) -> PageParts:
     return PageParts(values, high_bits, scales, super_scales, offsets, super_offsets, factor, end)
 
 
+def first_rows(parts: PageParts, fmt: PackedFormat, rows: int) -> PageParts:
+    """The same parts as far as they belong to the first `rows` rows."""
+    lines = -(-rows // fmt.group_rows)
+    values, high, scales, super_scales, offsets, super_offsets = (
+        part._replace(rows=min(part.rows, lines if place == 2 else rows)) for place, part in enumerate(parts[:6])
+    )
+    return PageParts(values, high, scales, super_scales, offsets, super_offsets, parts.factor, parts.num_bytes)
+
+
 def page_bytes(fmt: PackedFormat, rows: int, columns: int) -> int:
     """Bytes of a page that holds a packed matrix [rows, columns]."""
     return page_parts(fmt, rows, columns).num_bytes
+
+
+def by_projection(pages: Sequence[T], tiles: tuple[int, int] | None = None) -> tuple[Sequence[T], Sequence[T], Sequence[T]]:
+    """An expert's pages as those of gate, up and down.
+
+    Args:
+        tiles: row tiles of gate and of up, and of down; None: as many of each.
+
+    Raises:
+        ValueError: these are not so many pages.
+    """
+    wide, down = (len(pages) // 3,) * 2 if tiles is None else tiles
+    if min(wide, down) < 1 or len(pages) != 2 * wide + down:
+        raise ValueError(f"{len(pages)} pages are not the row tiles of gate, up and down")
+    return pages[:wide], pages[wide : 2 * wide], pages[2 * wide :]
+
+
+def tile_rows(rows: int, tiles: int, group_rows: int = 1) -> int:
+    """Rows of each of `tiles` row tiles of a matrix; the last one may have fewer, and its page leaves the places of the others empty.
+
+    Equal ones where that keeps rows together that share a scale (`group_rows`); else a multiple of those, and of TILE_STEP.
+
+    Raises:
+        ValueError: so many tiles would leave nothing for the last one.
+    """
+    if rows < 1 or tiles < 1:
+        raise ValueError(f"tile_rows: {rows} rows in {tiles} tiles")
+    height = -(-rows // tiles)
+    if tiles > 1 and (rows % tiles or height % group_rows):
+        step = math.lcm(TILE_STEP, group_rows)
+        height = -(-height // step) * step
+        if (tiles - 1) * height >= rows:
+            raise ValueError(f"tile_rows: {rows} rows do not fill {tiles} tiles of {height}")
+    return height

@@ -11,7 +11,8 @@ where v is the code's own bits, masked, somewhere in the lower part of a float32
 of 8 or 4 bits with its exponent's lowest bit where a float32 has it, so that small ones need no repair either. Such a v is far too small.
 Whoever uses it multiplies it, or what it is multiplied with, by a power of two first (`lifted`); a holds the rest of the factor.
 
-Where codes are to become numbers of 16 bits for the matrix units, `spread` and `scaled` do the same two at a time.
+Where codes are to become numbers of 16 bits for the matrix units, `spread` and `scaled` do the same two at a time. `dots` makes no numbers
+of them at all.
 
 Codes are taken from words: a byte, or four neighbouring bytes as an int32. Where two codes share a byte, HALF says which: byte c of a row
 has column 64 · (c // 32) + c % 32 in half 0 and the one 32 further in half 1.
@@ -100,7 +101,7 @@ def described(fmt: PackedFormat, rows: int, columns: int) -> tuple[object, ...]:
         parts.high.start, parts.high.row_bytes, parts.scales.start, parts.super_scales.start, parts.offsets.start,
         parts.super_offsets.start, parts.factor.start, fmt.groups(columns), -(-columns // SUPER_GROUP),
         1 if LOW_BITS[fmt.values] == 8 else 2, not floats and (fmt.values == "int8" or bool(fmt.bias) or fmt.offset != "none"),
-        has_pairs(fmt, columns),
+        has_pairs(fmt, columns), scales_together(fmt, columns),
     )  # fmt: skip
 
 
@@ -111,6 +112,17 @@ def has_pairs(fmt: PackedFormat, columns: int) -> bool:
     """Whether the two scales that belong to 32 bytes of 4-bit codes lie side by side, with nothing else to know about their groups."""
     plain = fmt.scale in ("f16", "bf16", "e8m0") and fmt.offset == "none"
     return LOW_BITS[fmt.values] == 4 and fmt.group == 32 and plain and not columns % BLOCK
+
+
+def scales_together(fmt: PackedFormat, columns: int) -> int:
+    """How scales of both halves of the same bytes lie: 1: they are one (or there is one half); 2: two in a word that holds nothing else;
+    4: two of four in a word; 0: apart."""
+    if LOW_BITS[fmt.values] == 8 or not fmt.group % BLOCK:
+        return 1
+    whole, bytes_each = not columns % BLOCK and fmt.offset in ("none", "u8*f16"), fmt.scale not in ("f32", "f16", "bf16")
+    if whole and fmt.group == 32 and fmt.scale != "f32":
+        return 2
+    return 4 if whole and fmt.group == 16 and bytes_each and fmt.offset == "none" else 0
 
 
 @triton.jit
@@ -203,14 +215,15 @@ def lifted(x, BYTE: tl.constexpr, HALF: tl.constexpr, FMT: tl.constexpr):
 
 
 @triton.jit
-def _typed(page, START: tl.constexpr, index, dtype: tl.constexpr, keep):
+def load_typed(page, START: tl.constexpr, index, dtype: tl.constexpr, keep):
+    """Item `index` of those of `dtype` that begin at byte START of a page; 0 where not `keep` (None: everywhere)."""
     return load_where((page + START).to(tl.pointer_type(dtype)) + index, keep)
 
 
 @triton.jit
 def _supers(page, START: tl.constexpr, row, column, keep, FMT: tl.constexpr):
     SUPERS: tl.constexpr = FMT[17]
-    return _typed(page, START, row * SUPERS + column // 256, tl.float16, keep).to(tl.float32)
+    return load_typed(page, START, row * SUPERS + column // 256, tl.float16, keep).to(tl.float32)
 
 
 @triton.jit
@@ -236,13 +249,13 @@ def scale_of(page, row, column, keep, FMT: tl.constexpr):
         group = column * 0
     index = row // GROUP_ROWS * GROUPS + group
     if SCALE == "f32":
-        scale = _typed(page, SCALES, index, tl.float32, keep)
+        scale = load_typed(page, SCALES, index, tl.float32, keep)
     elif SCALE == "f16":
-        scale = _typed(page, SCALES, index, tl.float16, keep).to(tl.float32)
+        scale = load_typed(page, SCALES, index, tl.float16, keep).to(tl.float32)
     elif SCALE == "bf16":
-        scale = _typed(page, SCALES, index, tl.bfloat16, keep).to(tl.float32)
+        scale = load_typed(page, SCALES, index, tl.bfloat16, keep).to(tl.float32)
     elif SCALE == "i8*f16":
-        scale = _typed(page, SCALES, index, tl.int8, keep).to(tl.float32) * _supers(page, SUPER_SCALES, row, column, keep, FMT)
+        scale = load_typed(page, SCALES, index, tl.int8, keep).to(tl.float32) * _supers(page, SUPER_SCALES, row, column, keep, FMT)
     else:
         code = load_where(page + SCALES + index, keep).to(tl.int32)
         if SCALE == "e8m0":
@@ -255,11 +268,11 @@ def scale_of(page, row, column, keep, FMT: tl.constexpr):
     less = off + BIAS
     if OFFSET == "zero":
         if KIND == "int8":
-            less += _typed(page, OFFSETS, index, tl.int8, keep).to(tl.float32)
+            less += load_typed(page, OFFSETS, index, tl.int8, keep).to(tl.float32)
         else:
             less += load_where(page + OFFSETS + index, keep).to(tl.float32)
     elif OFFSET == "min":
-        off = _typed(page, OFFSETS, index, tl.float16, keep).to(tl.float32)
+        off = load_typed(page, OFFSETS, index, tl.float16, keep).to(tl.float32)
     elif OFFSET == "u8*f16":
         off = -load_where(page + OFFSETS + index, keep).to(tl.float32) * _supers(page, SUPER_OFFSETS, row, column, keep, FMT)
     return scale, less, off
@@ -299,7 +312,7 @@ def factor_of(page, keep, FMT: tl.constexpr):
     FACTOR: tl.constexpr = FMT[6]
     FACTOR_AT: tl.constexpr = FMT[15]
     if FACTOR:
-        factor = _typed(page, FACTOR_AT, 0, tl.float32, keep)
+        factor = load_typed(page, FACTOR_AT, 0, tl.float32, keep)
     else:
         factor = 1.0
     return factor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rimuru_kernels.packed_weights.format import BLOCK, HIGH_BITS, LOW_BITS, SUPER_GROUP, PackedFormat, Part, page_parts
+from rimuru_kernels.packed_weights.format import BLOCK, HIGH_BITS, LOW_BITS, SUPER_GROUP, PackedFormat, Part, first_rows, page_parts
 
 # e2m1: sign, two bits of exponent, one of mantissa.
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -45,13 +45,14 @@ class Codes:
     factor: Tensor | None = None
 
 
-def pack(codes: Codes, fmt: PackedFormat, out: Tensor | None = None) -> Tensor:
+def pack(codes: Codes, fmt: PackedFormat, out: Tensor | None = None, height: int | None = None) -> Tensor:
     """Write a matrix as the bytes of a page.
 
     Args:
         codes: its parts.
         fmt: what they are.
         out: contiguous uint8 [>= page_bytes] to write to, on the CPU; else a new tensor. Gaps between parts keep what they held.
+        height: the page is one of so many rows, of which these are the first (see `format.tile_rows`); None: these are all.
 
     Returns:
         uint8 [page_bytes].
@@ -60,8 +61,9 @@ def pack(codes: Codes, fmt: PackedFormat, out: Tensor | None = None) -> Tensor:
         ValueError: parts of other dtypes or shapes than the format has.
     """
     rows, columns = codes.values.shape
-    parts = page_parts(fmt, rows, columns)
-    page = torch.zeros(parts.num_bytes, dtype=torch.uint8) if out is None else out[: parts.num_bytes]
+    whole = page_parts(fmt, rows if height is None else height, columns)
+    page = torch.zeros(whole.num_bytes, dtype=torch.uint8) if out is None else out[: whole.num_bytes]
+    parts = first_rows(whole, fmt, rows)
     groups, supers = fmt.groups(columns), -(-columns // SUPER_GROUP)
     signed = torch.int8 if fmt.values == "int8" else torch.uint8
     _put(page, parts.scales, codes.scales, _SCALE_DTYPES[fmt.scale], (parts.scales.rows, groups), "scales")

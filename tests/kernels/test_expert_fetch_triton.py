@@ -326,6 +326,19 @@ def _check_fetch(count: int, page_bytes: int) -> None:
     assert torch.equal(pool, before)  # nothing else was touched
 
 
+def test_fetch_copies_what_pages_hold() -> None:
+    content = _host_rows(1, 3 * 512)[0]
+    start = -content.data_ptr() % 16
+    plan = FetchPlan.create(4, 3, 1, DEVICE)
+    plan.sources[0], plan.count[0] = content.data_ptr() + start, 1
+    plan.pages[0] = torch.tensor([2, 0, -1], dtype=torch.int32)  # this layer's experts have two pages
+    pool = torch.full((2048,), 0x77, dtype=torch.uint8, device=DEVICE)
+    fetch(plan, pool, 512, (0, 2), copied=400)
+    host, got = content[start:], pool.cpu()
+    assert torch.equal(got[512:912], host[:400]) and torch.equal(got[:400], host[512:912])
+    assert bool((got[400:512] == 0x77).all()) and bool((got[912:] == 0x77).all())
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU or torch.cuda.mem_get_info()[0] < 20 << 30, reason="needs an NVIDIA GPU with 20 GiB free")
 def test_fetch_into_pages_beyond_two_to_the_31_words() -> None:
@@ -358,3 +371,6 @@ def test_tensors_that_do_not_belong_together() -> None:
         fetch(plan, torch.zeros(512, dtype=torch.uint8, device=DEVICE), 24)
     with pytest.raises(ValueError, match="columns"):
         fetch(plan, torch.zeros(512, dtype=torch.uint8, device=DEVICE), 16, (2, 2))
+    for copied in (0, 24, 48):
+        with pytest.raises(ValueError, match="bytes of pages of 32"):
+            fetch(plan, torch.zeros(512, dtype=torch.uint8, device=DEVICE), 32, copied=copied)

@@ -201,6 +201,28 @@ def test_sorting_in_one_and_in_two_launches(tokens: int, k: int, experts: int, m
         assert workspace.offsets.tolist() == [0, *torch.bincount(flat[flat >= 0], minlength=experts).cumsum(0).tolist()]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "k", "experts", "tile_tokens"), [(1, 1, 1, 8), (100, 3, 5, 16), (77, 2, 40, 8), (90, 4, 9, 32)], ids=str
+)
+@pytest.mark.parametrize("row_tiles", [1, 2])
+def test_sorting_and_cutting_in_one_launch(
+    tokens: int, k: int, experts: int, tile_tokens: int, row_tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = torch.randint(-1, experts, (tokens, k), device=DEVICE)
+    entries = torch.arange(experts * 3 * row_tiles, dtype=torch.int32, device=DEVICE).view(experts, -1)
+    workspace = MoeWorkspace(max(tokens, 99), k, experts, 16, 16, torch.float32, DEVICE)
+    tiles, found = max_tiles(tokens * k, experts, tile_tokens), []
+    for limit in (0, tokens * k):
+        monkeypatch.setattr(launch, "MAX_COUNTED_PAIRS", limit)
+        workspace.order.fill_(-7)
+        workspace.table.fill_(-7)
+        launch.sort_into_tiles(ids, experts, workspace, entries, tiles, tile_tokens, row_tiles, True)
+        found.append((workspace.order.tolist(), workspace.table.tolist()))
+    assert found[0] == found[1]
+    ends = [(first, end) for first, end, *_ in found[0][1][:tiles] if first < end]
+    assert sum(end - first for first, end in ends) == int((ids >= 0).sum())
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 300])
 def test_workspace_is_as_large_as_budgeted(tokens: int) -> None:
     workspace = MoeWorkspace(tokens, 3, 10, 32, 64, torch.float16, DEVICE)

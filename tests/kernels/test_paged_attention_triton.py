@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import pytest
@@ -62,13 +63,16 @@ def expected(q: Tensor, keys: Tensor, values: Tensor, scale: float, window: int 
 SHAPES = [(4, 2, 4, 16), (1, 1, 3, 8), (64, 1, 7, 24)]  # block_tokens, key heads, query heads, head size
 GPU_SHAPES = [(16, 4, 32, 128), (4, 4, 32, 128), (32, 2, 16, 64), (16, 2, 16, 256)]
 WINDOWS = [None, 1, 37] if ON_GPU else [None, 37]  # the interpreter takes seconds a case
-QUANTIZED = [pytest.param(False, id="plain"), pytest.param(True, id="q8")]
+# Keys and values as codes are read alike whatever the queries are: without a GPU each dtype meets them with one of the windows.
+CASES = [
+    pytest.param(window, dtype, codes, id=f"W{window}-{dtype}-{'q8' if codes else 'plain'}")
+    for window, dtype, codes in itertools.product(WINDOWS, DTYPES, (False, True))
+    if ON_GPU or not codes or (window is None) == (dtype is DTYPES[0])
+]
 SHAPE_PARAMS = [pytest.param(*shape, id=f"B{shape[0]}-{shape[2]}over{shape[1]}x{shape[3]}") for shape in SHAPES + GPU_SHAPES * ON_GPU]
 
 
-@pytest.mark.parametrize("codes", QUANTIZED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"W{w}")
+@pytest.mark.parametrize(("window", "dtype", "codes"), CASES)
 @pytest.mark.parametrize(("block_tokens", "kv_heads", "heads", "head_dim"), SHAPE_PARAMS)
 def test_decode(block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool) -> None:
     layout = KVLayout(block_tokens, kv_heads, head_dim, quantized=codes)
@@ -86,9 +90,7 @@ def test_decode(block_tokens: int, kv_heads: int, heads: int, head_dim: int, win
             assert relative_error(out[seq : seq + 1], want) < TOLERANCE[dtype], length
 
 
-@pytest.mark.parametrize("codes", QUANTIZED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", WINDOWS, ids=lambda w: f"W{w}")
+@pytest.mark.parametrize(("window", "dtype", "codes"), CASES)
 @pytest.mark.parametrize(("block_tokens", "kv_heads", "heads", "head_dim"), SHAPE_PARAMS)
 def test_prefill(block_tokens: int, kv_heads: int, heads: int, head_dim: int, window: int | None, dtype: torch.dtype, codes: bool) -> None:
     layout = KVLayout(block_tokens, kv_heads, head_dim, quantized=codes)
