@@ -66,7 +66,7 @@ def common(
     fallback = heads if kv_heads_default is None or "num_key_value_heads" in fields.values else kv_heads_default
     kv_heads = fields.integer("num_key_value_heads", 1, MAX_COUNT, fallback)
     if heads % kv_heads:
-        raise fields.error(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+        raise fields.contradiction(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
     head_dim = fields.integer("head_dim", 1, MAX_COUNT, head_dim_default)
     if head_dim is None:
         if hidden % heads:

@@ -9,6 +9,7 @@ from rimuru_models.errors import CheckpointError
 from rimuru_models.headers import brief
 
 _ABSENT = object()
+_DAMAGED = "Such a config.json is damaged, or was changed by hand: download the model's files again."
 
 
 class Fields:
@@ -25,6 +26,10 @@ class Fields:
         """An error to raise, with the file named in front."""
         return CheckpointError(f"{self.where}: {what}", hint=hint)
 
+    def contradiction(self, what: str) -> CheckpointError:
+        """An error to raise where no model can be meant, with advice."""
+        return self.error(what, hint=_DAMAGED)
+
     def present(self, name: str) -> bool:
         """Whether the field is there and not null."""
         return self.values.get(name) is not None
@@ -33,12 +38,12 @@ class Fields:
         value = self.values.get(name)
         if value is None:
             if default is _ABSENT:
-                raise self.error(f"the field {name!r} is missing.")
+                raise self.contradiction(f"the field {name!r} is missing.")
             return default
         return value
 
     def _bad(self, name: str, value: object, wanted: str) -> CheckpointError:
-        return self.error(f"{name} is {brief(value)}, expected {wanted}.")
+        return self.contradiction(f"{name} is {brief(value)}, expected {wanted}.")
 
     def integer(self, name: str, low: int, high: int, default: Any = _ABSENT) -> Any:
         """An int in [low, high]; `default` (returned unchecked) if absent. Any: callers know whether None can come."""

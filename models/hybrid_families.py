@@ -47,7 +47,7 @@ def _qwen(fields: Fields) -> dict[str, Any]:
     key_heads = fields.integer("linear_num_key_heads", 1, MAX_COUNT, 16)
     value_heads = fields.integer("linear_num_value_heads", 1, MAX_COUNT, 32)
     if value_heads % key_heads:
-        raise fields.error(f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}.")
+        raise fields.contradiction(f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}.")
     recurrent = RecurrentConfig(
         kind="delta",
         key_heads=key_heads,
@@ -110,9 +110,11 @@ def _mamba2(fields: Fields, hidden: int) -> RecurrentConfig:
     else:
         head_dim = fields.integer("mamba_d_head", 1, MAX_WIDTH)
     if head_dim * heads != inner:
-        raise fields.error(f"mamba_n_heads {heads} of mamba_d_head {head_dim} do not make up mamba_expand times hidden_size, {inner}.")
+        raise fields.contradiction(
+            f"mamba_n_heads {heads} of mamba_d_head {head_dim} do not make up mamba_expand times hidden_size, {inner}."
+        )
     if heads % groups:
-        raise fields.error(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}.")
+        raise fields.contradiction(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}.")
     return RecurrentConfig(
         kind="mamba2",
         key_heads=groups,
@@ -135,7 +137,7 @@ def _step_limits(fields: Fields) -> tuple[float, float]:
     numbers = [item for item in limits if isinstance(item, int | float) and not isinstance(item, bool)]
     ordered = len(limits) == len(numbers) == 2 and 0 <= numbers[0] <= numbers[1]
     if not ordered or numbers[0] > _MAX_FACTOR or _MAX_FACTOR < numbers[1] < math.inf:
-        raise fields.error(f"time_step_limit must be two numbers from 0 to {_MAX_FACTOR:g} in order; the second may be Infinity.")
+        raise fields.contradiction(f"time_step_limit must be two numbers from 0 to {_MAX_FACTOR:g} in order; the second may be Infinity.")
     return float(numbers[0]), float(numbers[1])
 
 
@@ -146,8 +148,10 @@ def _mixers(fields: Fields, num_layers: int, default: tuple[int, ...], recurrent
     types = fields.list_of(name, str, MAX_LAYERS)
     if types is not None:
         if len(types) != num_layers or not set(types) <= {*_RECURRENT, *_ATTENTION}:
-            raise fields.error(f"{name} must name {_RECURRENT[0]} or {_ATTENTION[0]} for each layer.")
+            raise fields.contradiction(f"{name} must name {_RECURRENT[0]} or {_ATTENTION[0]} for each layer.")
         layers = tuple(layer for layer, kind in enumerate(types) if kind in _RECURRENT)
+    if types is None and len(layers) == num_layers:
+        raise fields.contradiction("it has no attention layer: layer_types is missing, and without it all layers are recurrent.")
     if len(layers) == num_layers:
         raise fields.error("it has no attention layer; models of recurrent layers alone are not supported.")
     return {"recurrent_layers": layers, "recurrent": recurrent if layers else None}

@@ -15,7 +15,7 @@ from rimuru_models.headers import SafetensorsHeader, TensorInfo, brief, load_jso
 
 MAX_JSON_BYTES = 100_000_000
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -67,7 +67,7 @@ def _require_model_dir(model_dir: Path) -> None:
 
 def _shard_names(model_dir: Path) -> tuple[list[str], dict[str, str] | None]:
     """File names of the shards and, if there is an index, its tensor -> file map."""
-    index_path = model_dir / _INDEX
+    index_path = model_dir / INDEX
     if (model_dir / _SINGLE).exists():  # a directory of that name is refused when it is read
         return [_SINGLE], None
     if index_path.exists():
@@ -170,14 +170,14 @@ def combine_headers(model_dir: Path, headers: Mapping[str, SafetensorsHeader], w
         for tensor, info in header.tensors.items():
             if weight_map is not None and weight_map.get(tensor) != name:
                 if tensor in weight_map:
-                    raise CheckpointError(f"{path} holds tensor {tensor[:200]!r}, but {_INDEX} says that it is in {weight_map[tensor]}.")
+                    raise CheckpointError(f"{path} holds tensor {tensor[:200]!r}, but {INDEX} says that it is in {weight_map[tensor]}.")
                 continue  # a file may carry more than the index uses
             if tensor in tensors:
                 raise CheckpointError(f"tensor {tensor[:200]!r} is in both {tensors[tensor][0].name} and {name} of {model_dir}.")
             tensors[tensor] = (path, info)
     for tensor, name in (weight_map or {}).items():
         if tensor not in tensors:
-            raise CheckpointError(f"{model_dir / name} lacks tensor {tensor[:200]!r}, which {_INDEX} promises there.")
+            raise CheckpointError(f"{model_dir / name} lacks tensor {tensor[:200]!r}, which {INDEX} promises there.")
     return CheckpointIndex(model_dir, tensors, {model_dir / name: header for name, header in headers.items()})
 
 

@@ -93,6 +93,8 @@ class DenseLoader:
         kept = [name for name in names if name in self._packed and stays_packed(self.config, name, self._packed[name])]
         if not kept:
             return self.rows(pieces)
+        if len(pieces) == 1 and pieces[0][1:] == (0, dense_shapes(self.config)[kept[0]][0]):
+            return self._whole(kept[0])
         held = {name: self._reader.dense_codes(name) for name in kept}
         plain = {name: self._reader.dense_view(name) for name in names if name not in held}
         parts: list[Tensor | tuple[PackedFormat, list[Codes]]] = []
@@ -116,6 +118,12 @@ class DenseLoader:
             size = page_bytes(self._packed[name], *shape) if name in held else shape[0] * shape[1] * self.dtype.itemsize
             self._count_bytes(size)
         return made[0] if len(made) == 1 else StackedMatrix(tuple(made))
+
+    def _whole(self, name: str) -> PackedMatrix:
+        """A packed matrix straight from the files: the largest ones, embeddings and lm_head, are never taken apart."""
+        page = self._reader.dense_page(name).to(self.device)
+        self._count(page)
+        return PackedMatrix(page, self._packed[name], *dense_shapes(self.config)[name])
 
     def _packed_part(self, codes: Codes, fmt: PackedFormat) -> PackedMatrix:
         rows, columns = codes.values.shape

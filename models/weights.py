@@ -6,8 +6,6 @@ that the system can drop and read again.
 
 from __future__ import annotations
 
-import mmap
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -15,13 +13,14 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rimuru_kernels.packed_weights import Codes, PackedFormat
+from rimuru_kernels.packed_weights import Codes, PackedFormat, tile_rows
+from rimuru_kernels.packed_weights.format import by_projection
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError
 from rimuru_models.index import CheckpointIndex, open_index
-from rimuru_models.mapping import map_file
+from rimuru_models.mapping import MappedFiles
 from rimuru_models.quantization.formats import WeightFormats
-from rimuru_models.quantization.reading import map_parts, read_codes, read_floats, write_page
+from rimuru_models.quantization.reading import map_parts, read_codes, read_floats, read_page, write_page
 from rimuru_models.quantization.scheme import Parts
 from rimuru_models.quantization.stored import Stored
 from rimuru_models.tensor_map import LayerExperts, Piece, TensorMap, resolve, unused_parts
@@ -62,6 +61,10 @@ class WeightReader(Protocol):
         """A quantised dense matrix; None where it is plain numbers."""
         ...
 
+    def dense_page(self, name: str) -> Tensor:
+        """A quantised dense matrix as one page (see `packed_weights`), uint8 [page_bytes]; for large ones, since nothing else is made."""
+        ...
+
     def expert(self, layer: int, expert: int) -> ExpertTensors:
         """One routed expert as numbers: of `expert_dtype` where its layer is plain (views where possible), else float32."""
         ...
@@ -70,12 +73,13 @@ class WeightReader(Protocol):
         """One routed expert of a layer whose experts are quantised."""
         ...
 
-    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor], tiles: tuple[int, int] | None = None) -> None:
         """Write one routed expert of a layer whose experts are quantised into pages, from any thread.
 
         Args:
-            pages: 3 t contiguous uint8 tensors, each of at least `page_bytes` of its tile: gate in t tiles of equally many rows, up
-                likewise, down likewise.
+            pages: contiguous uint8 tensors, each of at least `page_bytes` of its tile: those of gate, then of up, then of down, whose
+                rows are cut into tiles of `packed_weights.tile_rows` rows.
+            tiles: of gate and of up, and of down; None: a third of the pages each.
         """
         ...
 
@@ -116,9 +120,7 @@ class CheckpointReader:
         self.compute_dtype: torch.dtype = TORCH_DTYPES[self.formats.compute_dtype]
         self.ignored: tuple[str, ...] = self._map.ignored
         self.unused_parts: tuple[str, ...] = unused_parts(self.ignored)
-        self._mappings: dict[Path, mmap.mmap] = {}
-        self._lock = threading.Lock()
-        self._closed = False
+        self._mapping = MappedFiles(self._promised)
         self._check_data()
 
     def validate(self) -> None:
@@ -129,19 +131,17 @@ class CheckpointReader:
         """
         resolve(self.index, self.config)
 
-    def _mapping(self, path: Path) -> mmap.mmap:
-        mapping = self._mappings.get(path)
-        if mapping is not None:
-            return mapping
-        with self._lock:
-            assert not self._closed, "the reader is closed"
-            mapping = self._mappings.get(path)
-            if mapping is not None:
-                return mapping
-            header = self.index.headers[path]
-            promised = header.data_offset + max((info.stop for info in header.tensors.values()), default=0)
-            mapping = self._mappings[path] = map_file(path, promised)
-        return mapping
+    def _promised(self, path: Path) -> int:
+        header = self.index.headers[path]
+        return header.data_offset + max((info.stop for info in header.tensors.values()), default=0)
+
+    def check_files(self) -> None:
+        """Look whether a file has become shorter, in which case reading on would kill the process; see `MappedFiles.check`."""
+        self._mapping.check()
+
+    def let_go(self) -> None:
+        """See `MappedFiles.let_go`."""
+        self._mapping.let_go()
 
     def view(self, disk_name: str) -> Tensor:
         """The tensor of that name on disk in its own dtype: a view of the mapped file (a copy only if the file is misaligned)."""
@@ -168,6 +168,12 @@ class CheckpointReader:
         """A dense matrix by its canonical name as it is quantised; None where it is plain numbers."""
         piece = self._map.dense[name]
         return None if isinstance(piece, str) else (read_codes(piece, self._parts(piece)), piece.fmt)
+
+    def dense_page(self, name: str) -> Tensor:
+        """A quantised dense matrix by its canonical name as one page; see `WeightReader`."""
+        piece = self._map.dense[name]
+        assert isinstance(piece, Stored), "only quantised matrices are pages"
+        return read_page(piece, self._parts(piece))
 
     def expert(self, layer: int, expert: int) -> ExpertTensors:
         """One routed expert of a sparse layer: zero-copy views in `expert_dtype`; float32 where the layer is quantised."""
@@ -197,20 +203,17 @@ class CheckpointReader:
         gate, up, down = (read_codes(piece, self._parts(piece)) for piece in self._quantised_pieces(layer, expert))
         return ExpertCodes(gate, up, down)
 
-    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor], tiles: tuple[int, int] | None = None) -> None:
         """Write one routed expert of a layer whose experts are quantised into pages; see `WeightReader`. From any thread.
 
         Raises:
             CheckpointError: its data contradict what the headers promise.
-            ValueError: not three times as many pages as tiles that its rows divide into.
+            ValueError: these are not the pages of its row tiles.
         """
-        tiles = len(pages) // 3
-        for place, piece in enumerate(self._quantised_pieces(layer, expert)):
-            if not tiles or len(pages) != 3 * tiles or piece.rows % tiles:
-                raise ValueError(f"expert_packed: {len(pages)} pages for projections of {piece.rows} rows")
-            parts, rows = self._parts(piece), piece.rows // tiles
-            for tile, page in enumerate(pages[place * tiles : (place + 1) * tiles]):
-                write_page(piece, parts, page, tile * rows, (tile + 1) * rows)
+        for piece, own in zip(self._quantised_pieces(layer, expert), by_projection(pages, tiles), strict=True):
+            parts, rows = self._parts(piece), tile_rows(piece.rows, len(own), piece.fmt.group_rows)
+            for start, page in zip(range(0, piece.rows, rows), own, strict=True):
+                write_page(piece, parts, page, start, min(start + rows, piece.rows), rows)
 
     def _quantised_pieces(self, layer: int, expert: int) -> list[Stored]:
         assert self.formats.experts[layer] is not None, "the experts of this layer are plain numbers"
@@ -271,8 +274,7 @@ class CheckpointReader:
 
     def close(self) -> None:
         """Give up the files. Views already handed out stay valid: each keeps its mapping alive until it is dropped."""
-        self._closed = True
-        self._mappings.clear()
+        self._mapping.close()
 
     def __enter__(self) -> CheckpointReader:
         return self

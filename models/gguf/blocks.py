@@ -183,16 +183,17 @@ _BLOCKS: dict[str, _Blocks] = {
 }
 
 
-def pack_blocks(kind: str, rows: Tensor, out: Tensor | None = None) -> Tensor:
+def pack_blocks(kind: str, rows: Tensor, out: Tensor | None = None, height: int | None = None) -> Tensor:
     """Write rows of quantised blocks as the bytes of a page.
 
     Args:
         kind: a key of PACKED.
         rows: uint8 [N, bytes of a row], as they lie in the file; contiguous.
         out: contiguous uint8 [>= page_bytes] in main memory to write to; else a new tensor. Gaps between parts keep what they held.
+        height: the page is one of so many rows, of which these are the first; None: these are all.
 
     Returns:
-        uint8 [page_bytes(PACKED[kind], N, K)].
+        uint8 [page_bytes(PACKED[kind], height or N, K)].
 
     Raises:
         CheckpointError: a scale that is not a number.
@@ -201,11 +202,11 @@ def pack_blocks(kind: str, rows: Tensor, out: Tensor | None = None) -> Tensor:
     assert rows.dtype is torch.uint8 and rows.is_contiguous(), "blocks as they lie in the file"
     blocks = rows.numpy().view(form.record)
     columns = blocks.shape[1] * BY_NAME[kind].weights
-    parts = page_parts(PACKED[kind], len(blocks), columns)
+    parts = page_parts(PACKED[kind], len(blocks) if height is None else height, columns)
     page = torch.zeros(parts.num_bytes, dtype=torch.uint8) if out is None else out[: parts.num_bytes]
     step = max(1, _CHUNK_BYTES // rows.shape[1])
     for start in range(0, len(blocks), step):
-        form.write(blocks[start : start + step], _Page(page.numpy(), parts, slice(start, start + step)))
+        form.write(blocks[start : start + step], _Page(page.numpy(), parts, slice(start, min(start + step, len(blocks)))))
     return page
 
 

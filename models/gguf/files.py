@@ -14,6 +14,7 @@ _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<total>\d{5})\.gguf", 
 _NOT_A_MODEL = re.compile(r"(?:^|[-_.])(?:mmproj|imatrix|mtp)(?:[-_.]|$)", re.IGNORECASE)
 _MAX_PARTS = 999  # the largest models have some fifty
 _SHOWN = 6
+_MIXED_UP = "Its files were renamed, or are those of several models: put all parts of one model side by side under their own names."
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,9 @@ def variant_stem(name: str) -> str:
 
 
 def models_in(folder: Path) -> list[Path]:
-    """GGUF models directly in a folder, sorted: files, or the first of their parts."""
-    return sorted(path for path in folder.glob("[!.]*") if is_model_name(path.name) and not path.is_dir())
+    """GGUF models directly in a folder, sorted: files, or the first of their parts, which may be missing where others are there."""
+    names = {first_part(path.name) for path in folder.glob("[!.]*") if is_gguf(path) and not path.is_dir()}
+    return sorted(folder / name for name in names if is_model_name(name))
 
 
 def find_gguf(path: Path) -> Path:
@@ -159,16 +161,16 @@ def combine_parts(first: Path, headers: dict[Path, GGUFHeader]) -> GGUFFiles:
     count = part_count(main)
     if count != len(headers) or count != len(part_names(first.name)):
         named = len(part_names(first.name))
-        raise main.broken(f"it says that it is one of {count} parts, but its name makes it one of {named}")
+        raise main.broken(f"it says that it is one of {count} parts, but its name makes it one of {named}", hint=_MIXED_UP)
     tensors: dict[str, tuple[Path, GGUFTensor]] = {}
     for number, (path, header) in enumerate(headers.items()):
         if count > 1 and (header.integer("split.no", number), header.integer("split.count", count)) != (number, count):
-            raise header.broken(f"it is not part {number + 1} of {count}")
+            raise header.broken(f"it is not part {number + 1} of {count}", hint=_MIXED_UP)
         for name, tensor in header.tensors.items():
             if name in tensors:
-                raise header.broken(f"tensor {name!r} is in {tensors[name][0].name}, too")
+                raise header.broken(f"tensor {name!r} is in {tensors[name][0].name}, too", hint=_MIXED_UP)
             tensors[name] = (path, tensor)
     promised = main.integer("split.tensors.count", len(tensors))
     if count > 1 and promised != len(tensors):
-        raise main.broken(f"its parts should hold {promised} tensors and hold {len(tensors)}")
+        raise main.broken(f"its parts should hold {promised} tensors and hold {len(tensors)}", hint=_MIXED_UP)
     return GGUFFiles(first, headers, tensors)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rimuru_models.errors import CheckpointError
 from rimuru_models.gguf.cursor import REDOWNLOAD, SCALARS, STRING, Array, Cursor, NeedsMoreError, made
-from rimuru_models.gguf.kinds import KINDS
+from rimuru_models.gguf.kinds import KINDS, OTHERS, SUPPORTED
 
 _MAX_TENSORS, _MAX_ENTRIES = 1 << 18, 1 << 16
 _MAX_DIMENSIONS = 4
@@ -76,9 +76,9 @@ class GGUFHeader:
         self.tensors = _placed(cursor, places, self.data_offset, alignment)
         self._data = data[: cursor.position]
 
-    def broken(self, why: str) -> CheckpointError:
+    def broken(self, why: str, hint: str | None = None) -> CheckpointError:
         """An error to raise about this file; `why` is a phrase without a full stop."""
-        return CheckpointError(f"{self.where} is not a usable GGUF file: {why}.")
+        return CheckpointError(f"{self.where} is not a usable GGUF file: {why}.", hint=hint)
 
     def __contains__(self, key: str) -> bool:
         return key in self._metadata
@@ -199,7 +199,11 @@ def _placed(cursor: Cursor, places: dict[str, tuple[tuple[int, ...], int, int]],
     for name, (shape, number, offset) in places.items():
         kind = KINDS.get(number)
         if kind is None:
-            raise cursor.broken(f"tensor {name!r} has the unknown type {number}")
+            called = f" ({OTHERS[number]}, which is no longer in use)" if number in OTHERS else ""
+            raise CheckpointError(
+                f"{cursor.where} is not a usable GGUF file: tensor {name!r} has the unknown type {number}{called}.",
+                hint=f"Supported: {', '.join(SUPPORTED)}.",
+            )
         if shape[-1] % kind.weights or not all(shape):
             raise cursor.broken(f"tensor {name!r} has shape {list(shape)}, which {kind.name} cannot hold")
         start = base + offset

@@ -1,7 +1,7 @@
 """The types of tensors that GGUF knows: their names, and how many weights a block of how many bytes holds. No torch.
 
 Sizes follow ggml's definitions of its blocks (github.com/ggml-org/ggml, ggml-common.h). Those that are not computed with are here so that a
-header that has them is understood, and the refusal names them. (Two types, 9 and 15, exist only within computations.)
+header that has them is understood, and the refusal names them.
 """
 
 from __future__ import annotations
@@ -58,6 +58,20 @@ KINDS: dict[int, Kind] = {
         (41, "Q1_0", 128, 18),
     )
 }
+
+OTHERS: dict[int, str] = {
+    4: "Q4_2",
+    5: "Q4_3",
+    9: "Q8_1",
+    15: "Q8_K",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}
+"""Types that no file has any longer, or that exist only within computations: for the words of a refusal."""
 
 BY_NAME: dict[str, Kind] = {kind.name: kind for kind in KINDS.values()}
 

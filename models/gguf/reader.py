@@ -5,7 +5,6 @@ The mapping is private (copy on write), because torch wants writable memory; not
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rimuru_kernels.packed_weights import Codes, PackedFormat
+from rimuru_kernels.packed_weights import Codes, PackedFormat, tile_rows
+from rimuru_kernels.packed_weights.format import by_projection
 from rimuru_models.config import ModelConfig
 from rimuru_models.errors import CheckpointError
 from rimuru_models.gguf.blocks import codes_of, floats_of, pack_blocks
@@ -23,8 +23,10 @@ from rimuru_models.gguf.header import GGUFTensor
 from rimuru_models.gguf.kinds import BY_NAME, FLOATS
 from rimuru_models.gguf.names import Source
 from rimuru_models.gguf.resolve import GGUFMap, block_columns, resolve_gguf
+from rimuru_models.gguf.sound import wild_scales
 from rimuru_models.layout import dense_shapes
-from rimuru_models.mapping import map_file
+from rimuru_models.mapping import MappedFiles
+from rimuru_models.quantization.scheme import DAMAGED
 from rimuru_models.tensor_map import unused_parts
 from rimuru_models.weights import TORCH_DTYPES, ExpertCodes, ExpertTensors
 
@@ -58,25 +60,30 @@ class GGUFReader:
         self.compute_dtype: torch.dtype = TORCH_DTYPES[self.formats.compute_dtype]
         self.ignored: tuple[str, ...] = self._map.ignored
         self.unused_parts: tuple[str, ...] = unused_parts(self.ignored)
-        self._mappings: dict[Path, mmap.mmap] = {}
-        self._closed = False
+        self._mapping = MappedFiles(self._promised)
 
-    def _mapping(self, path: Path) -> mmap.mmap:
-        assert not self._closed, "the reader is closed"
-        mapping = self._mappings.get(path)
-        if mapping is None:
-            promised = max((tensor.stop for tensor in self.files.headers[path].tensors.values()), default=0)
-            mapping = self._mappings[path] = map_file(path, promised)
-        return mapping
+    def _promised(self, path: Path) -> int:
+        return max((tensor.stop for tensor in self.files.headers[path].tensors.values()), default=0)
+
+    def check_files(self) -> None:
+        """Look whether a file has become shorter, in which case reading on would kill the process; see `MappedFiles.check`."""
+        self._mapping.check()
 
     def _rows(self, name: str, first: int = 0, count: int | None = None) -> tuple[str, Tensor]:
-        """Type of a tensor, and rows of it as they lie in the file: uint8 [count, bytes of a row], a view."""
+        """Type of a tensor, and rows of it as they lie in the file: uint8 [count, bytes of a row], a view.
+
+        Raises:
+            CheckpointError: a scale in them is not a finite number.
+        """
         path, tensor = self.files.tensors[name]
         num_bytes = row_bytes(tensor)
         total = (tensor.stop - tensor.start) // num_bytes
         count = total if count is None else count
         start = tensor.start + first * num_bytes
-        return tensor.kind, torch.frombuffer(self._mapping(path), dtype=torch.uint8, count=count * num_bytes, offset=start).view(count, -1)
+        rows = torch.frombuffer(self._mapping(path), dtype=torch.uint8, count=count * num_bytes, offset=start).view(count, -1)
+        if wild_scales(tensor.kind, rows.numpy()):
+            raise CheckpointError(f"{path}: tensor {name!r} has a scale that is not a finite number.", hint=DAMAGED)
+        return tensor.kind, rows
 
     # ---- dense tensors -------------------------------------------------------------------------------------------------------------
 
@@ -125,6 +132,14 @@ class GGUFReader:
         packed = self.formats.dense.get(name)
         if packed is None:
             return None
+        return codes_of(*self._dense_rows(name)), packed
+
+    def dense_page(self, name: str) -> Tensor:
+        """A quantised dense matrix by its canonical name as one page; see `WeightReader`."""
+        return pack_blocks(*self._dense_rows(name))
+
+    def _dense_rows(self, name: str) -> tuple[str, Tensor]:
+        """Type and rows of a quantised dense matrix, put in their canonical order."""
         source = self._map.dense[name]
         found = [self._rows(one) for one in source.names]
         kind = found[0][0]
@@ -133,7 +148,7 @@ class GGUFReader:
             rows = rows[torch.from_numpy(source.rows())]
         if source.columns is not None:
             rows = _moved_blocks(rows, kind, source)
-        return codes_of(kind, rows), packed
+        return kind, rows.contiguous()
 
     def check_tied(self) -> None:
         """A GGUF file ties embeddings by leaving the output matrix out, so that there is nothing to compare."""
@@ -186,29 +201,21 @@ class GGUFReader:
         gate, up, down = (codes_of(kind, rows) for kind, rows in self._expert_rows(layer, expert))
         return ExpertCodes(gate, up, down)
 
-    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
-        """Write one routed expert of a layer whose experts are quantised into pages, from any thread.
-
-        Args:
-            pages: 3 t contiguous uint8 tensors, each of at least `page_bytes` of its tile: gate in t tiles of equally many rows, up
-                likewise, down likewise.
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor], tiles: tuple[int, int] | None = None) -> None:
+        """Write one routed expert of a layer whose experts are quantised into pages; see `WeightReader`. From any thread.
 
         Raises:
             CheckpointError: a scale that is not a number.
-            ValueError: not three times as many pages as tiles that its rows divide into.
+            ValueError: these are not the pages of its row tiles.
         """
-        tiles = len(pages) // 3
-        for part, (kind, rows) in enumerate(self._expert_rows(layer, expert)):
-            if not tiles or len(pages) != 3 * tiles or len(rows) % tiles:
-                raise ValueError(f"expert_packed: {len(pages)} pages for projections of {len(rows)} rows")
-            height = len(rows) // tiles
-            for tile in range(tiles):
-                pack_blocks(kind, rows[tile * height : (tile + 1) * height], pages[part * tiles + tile])
+        for (kind, rows), own in zip(self._expert_rows(layer, expert), by_projection(pages, tiles), strict=True):
+            height = tile_rows(len(rows), len(own))
+            for start, page in zip(range(0, len(rows), height), own, strict=True):
+                pack_blocks(kind, rows[start : start + height], page, height)
 
     def close(self) -> None:
         """Give up the files. Views already handed out stay valid: each keeps its mapping alive until it is dropped."""
-        self._closed = True
-        self._mappings.clear()
+        self._mapping.close()
 
     def __enter__(self) -> GGUFReader:
         return self

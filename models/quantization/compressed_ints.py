@@ -97,7 +97,10 @@ class PackedInts(Scheme):
         if shape is not None and shape.tolist() != [rows, columns]:
             raise parts.error(f"says that its shape is {shape.tolist()}, but config.json makes it {[rows, columns]}.")
         if order is not None and not np.array_equal(order, input_groups(columns, self.group)):
-            raise parts.error("was quantised with act-order (weight_g_idx), which is not supported.")
+            raise parts.error(
+                "was quantised with act-order: its inputs do not lie in the order of their groups (weight_g_idx), which is not supported.",
+                hint="Supported: compressed-tensors with actorder null, 'weight' or 'static'. Get such a version of this model.",
+            )
 
 
 @dataclass(frozen=True)

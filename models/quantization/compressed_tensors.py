@@ -96,7 +96,7 @@ def _schemes(weights: Fields, name: str) -> tuple[Scheme, ...]:
             return (Mxfp4(blocks=False),)
     raise weights.error(
         f"{described} are not supported.",
-        hint="Supported are int4 and int8 in groups or whole rows, FP8 in blocks, groups or whole rows, NVFP4 and MXFP4.",
+        hint="Supported: int4 and int8 in groups or whole rows, FP8 in blocks, groups or whole rows, NVFP4 and MXFP4.",
     )
 
 

@@ -81,7 +81,7 @@ class Gptq(Scheme):
         if order is not None and not np.array_equal(order, input_groups(columns, self.group)):
             raise parts.error(
                 "was quantised with act-order: its inputs do not lie in the order of their groups (g_idx), which is not supported.",
-                hint="Get a version of this model that was quantised without it (desc_act false).",
+                hint="Supported: GPTQ with 4 and 8 bits whose inputs lie in order (desc_act false). Get such a version of this model.",
             )
 
 

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from rimuru_kernels.packed_weights import Codes, dequantize, page_parts, unpack
-from rimuru_kernels.packed_weights.format import PackedFormat
+from rimuru_kernels.packed_weights.format import PackedFormat, first_rows
 from rimuru_kernels.packed_weights.format import Part as PagePart
 from rimuru_models.index import CheckpointIndex
-from rimuru_models.quantization.scheme import ARRAY_DTYPES, Array, Bytes, Parts
+from rimuru_models.quantization.scheme import ARRAY_DTYPES, DAMAGED, Array, Bytes, Parts, all_finite
 from rimuru_models.quantization.stored import Stored
+
+_PIECE_BYTES, _PIECE_WEIGHTS = 4 << 20, 1 << 19
 
 
 def map_parts(stored: Stored, index: CheckpointIndex, mapping: Callable[[Path], mmap.mmap | bytes]) -> Parts:
@@ -42,20 +44,32 @@ def map_parts(stored: Stored, index: CheckpointIndex, mapping: Callable[[Path], 
     return parts
 
 
-def write_page(stored: Stored, parts: Parts, page: Tensor, start: int = 0, stop: int | None = None) -> None:
+def write_page(stored: Stored, parts: Parts, page: Tensor, start: int = 0, stop: int | None = None, height: int | None = None) -> None:
     """Write rows start .. stop - 1 of a matrix (all, if not said) as the bytes of a page.
 
     Uses numpy and one thread, so that several may load at once. Gaps between the parts of a page keep what they held.
 
     Args:
         page: contiguous uint8 [>= page_bytes] on the CPU.
+        height: the page is one of so many rows, of which these are the first; None: these are all.
+
+    Raises:
+        CheckpointError: a scale is not a finite number.
     """
     stop = stored.rows if stop is None else stop
     fmt, out = stored.fmt, page.numpy()
-    lies = page_parts(fmt, stop - start, stored.columns)
+    rows = stop - start
+    lies = first_rows(page_parts(fmt, rows if height is None else height, stored.columns), fmt, rows)
     first, last = stored.first + start, stored.first + stop
-    stored.scheme.write_values(parts, first, last, stored.columns, _part(out, lies.values))
-    _put(out, lies.scales, stored.scheme.scales(parts, first, last, fmt))
+    values = _part(out, lies.values)
+    piece = max(1, _PIECE_BYTES // values.shape[1])  # what a scheme turns over lies in memory beside the page
+    for begin in range(0, rows, piece):
+        end = min(rows, begin + piece)
+        stored.scheme.write_values(parts, first + begin, first + end, stored.columns, values[begin:end])
+    scales = stored.scheme.scales(parts, first, last, fmt)
+    if not all_finite(scales, fmt.scale):
+        raise parts.error(f"has a scale in {stored.names['scale']!r} that is not a finite number.", hint=DAMAGED)
+    _put(out, lies.scales, scales)
     offsets = stored.scheme.offsets(parts, first, last)
     if offsets is not None:
         _put(out, lies.offsets, offsets)
@@ -64,21 +78,34 @@ def write_page(stored: Stored, parts: Parts, page: Tensor, start: int = 0, stop:
         _put(out, lies.factor, np.full((1, 1), factor, np.float32))
 
 
+def read_page(stored: Stored, parts: Parts) -> Tensor:
+    """A matrix as a page of its own: uint8 [page_bytes]. Little more than that is ever in memory."""
+    page = torch.zeros(page_parts(stored.fmt, stored.rows, stored.columns).num_bytes, dtype=torch.uint8)
+    write_page(stored, parts, page)
+    return page
+
+
 def read_codes(stored: Stored, parts: Parts) -> Codes:
     """The codes of a matrix, and what belongs to them."""
-    fmt = stored.fmt
-    page = torch.zeros(page_parts(fmt, stored.rows, stored.columns).num_bytes, dtype=torch.uint8)
-    write_page(stored, parts, page)
-    return unpack(page, fmt, stored.rows, stored.columns)
+    return unpack(read_page(stored, parts), stored.fmt, stored.rows, stored.columns)
 
 
 def read_floats(stored: Stored, parts: Parts) -> Tensor:
-    """What a matrix means: float32 [N, K], the same bits as its format's own library gives."""
-    codes, fmt = read_codes(stored, parts), stored.fmt
-    scales = stored.scheme.exact_scales(parts, stored.first, stored.first + stored.rows)
-    if scales is None:
-        return dequantize(codes, fmt)
-    return dequantize(Codes(codes.values, torch.from_numpy(scales)), PackedFormat(fmt.values, fmt.group, "f32"))
+    """What a matrix means: float32 [N, K], the same bits as its format's own library gives. Little more than that is ever in memory."""
+    fmt, rows, columns = stored.fmt, stored.rows, stored.columns
+    out = torch.empty(rows, columns)
+    step = min(rows, -(-max(1, _PIECE_WEIGHTS // columns) // fmt.group_rows) * fmt.group_rows)
+    page = torch.zeros(page_parts(fmt, step, columns).num_bytes, dtype=torch.uint8)
+    for start in range(0, rows, step):
+        stop = min(rows, start + step)
+        write_page(stored, parts, page, start, stop)
+        codes = unpack(page, fmt, stop - start, columns)
+        scales = stored.scheme.exact_scales(parts, stored.first + start, stored.first + stop)
+        if scales is None:
+            out[start:stop] = dequantize(codes, fmt)
+        else:
+            out[start:stop] = dequantize(Codes(codes.values, torch.from_numpy(scales)), PackedFormat(fmt.values, fmt.group, "f32"))
+    return out
 
 
 def _part(page: Bytes, part: PagePart) -> Bytes:

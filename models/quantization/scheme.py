@@ -34,8 +34,10 @@ ARRAY_DTYPES: dict[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }
+DAMAGED = "The file is damaged, or was made so: download it again, or get another version of this model."
 FLOAT_SCALES: dict[str, Scale] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 """Dtypes of plain scales, and what a page calls them."""
+_EXPONENTS = {"f32": np.uint32(0x7F800000), "f16": np.uint16(0x7C00), "bf16": np.uint16(0x7F80)}  # all set: infinite, or no number
 
 
 class Part(NamedTuple):
@@ -123,6 +125,19 @@ class Scheme(ABC):
             CheckpointError: the parts do not mean what they are read as.
         """
         return None
+
+
+def all_finite(scales: Array, kind: Scale) -> bool:
+    """Whether all scales, as a page holds them (bits where numpy has no such numbers), are finite numbers."""
+    match kind:
+        case "e8m0":
+            return not bool((scales == 0xFF).any())
+        case "e4m3":
+            return not bool(((scales & 0x7F) == 0x7F).any())
+        case _:
+            bits = scales.view(f"<u{scales.dtype.itemsize}")
+            largest = _EXPONENTS[kind]
+            return not bool(((bits & largest) == largest).any())
 
 
 def groups_of(columns: int, group: int) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rimuru_models.errors import CheckpointError
 from rimuru_models.fields import Fields
 from rimuru_models.headers import brief
 from rimuru_models.quantization.awq import read_awq
@@ -70,10 +71,13 @@ def read_quantization(fields: Fields) -> Quantization | None:
         return None
     inner = Fields(fields.mapping("quantization_config"), f"{fields.where}: quantization_config")
     method = inner.values.get("quant_method")
-    if not isinstance(method, str) or method not in FORMATS:
-        named = "the method is not named" if method is None else f"the method {brief(method)} is not supported"
-        raise inner.error(f"the weights are quantised, and {named}.", hint=f"Supported: {supported()}; or get the bfloat16 version.")
-    for name in _LIST_FIELDS:
-        if isinstance(inner.values.get(name), list):
-            inner.list_of(name, str, _MAX_LIST)
-    return Quantization(method, FORMATS[method].read(inner))
+    try:
+        if not isinstance(method, str) or method not in FORMATS:
+            named = "the method is not named" if method is None else f"the method {brief(method)} is not supported"
+            raise inner.error(f"the weights are quantised, and {named}.")
+        for name in _LIST_FIELDS:
+            if isinstance(inner.values.get(name), list):
+                inner.list_of(name, str, _MAX_LIST)
+        return Quantization(method, FORMATS[method].read(inner))
+    except CheckpointError as error:  # whatever is wrong, another version of the model is the way out
+        raise CheckpointError(error.what, hint=error.hint or f"Supported: {supported()}; or get the bfloat16 version.") from None

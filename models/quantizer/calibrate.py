@@ -5,7 +5,8 @@ The pass goes on with the quantised experts, so that later layers make up for wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from rimuru_kernels.silu_and_mul import silu_and_mul
 from rimuru_models.errors import CheckpointError
 from rimuru_models.interfaces import ForwardContext
 from rimuru_models.loader import load_model
+from rimuru_models.quantization.scheme import DAMAGED
 from rimuru_models.quantizer.feedback import feedback_factor, quantize_with_feedback
 from rimuru_models.quantizer.groups import dequantize_groups, quantize_groups
 from rimuru_models.quantizer.layout import Recipe
@@ -52,9 +54,11 @@ def quantize_plainly(reader: CheckpointReader, recipe: Recipe, store: Store, don
         if store.finished(layer):
             continue
         for expert, tensors in enumerate(reader.experts(layer)):
-            gate, up, down = (quantize_groups(weights, recipe.bits, recipe.group, reader.expert_dtype) for weights in tensors)
+            with _saying_which(reader, layer, (expert,)):
+                gate, up, down = (quantize_groups(weights, recipe.bits, recipe.group, reader.expert_dtype) for weights in tensors)
             store.write(layer, expert, (gate, up, down))
             done()
+        reader.let_go()  # what was read stays in the system's cache, and does not count as ours
 
 
 def quantize_with_text(reader: CheckpointReader, recipe: Recipe, store: Store, tokens: Sequence[int], done: Callable[[], None]) -> None:
@@ -73,6 +77,22 @@ def quantize_with_text(reader: CheckpointReader, recipe: Recipe, store: Store, t
         experts = _CalibratedExperts(reader, recipe, store, done)
         context = ForwardContext(torch.arange(len(tokens)), ResidentKVCache(config), experts, recurrent=states)
         model.forward(torch.tensor(tokens), context)
+
+
+@contextmanager
+def _saying_which(reader: CheckpointReader, layer: int, experts: Iterable[int]) -> Iterator[None]:
+    """Name the weights that cannot be quantised: the arithmetic does not know whose they are."""
+    try:
+        yield
+    except CheckpointError as error:
+        for expert in experts:
+            for part, weights in zip(("gate", "up", "down"), reader.expert(layer, expert), strict=True):
+                if not bool(weights.isfinite().all()):
+                    where = f"{reader.index.model_dir}: the {part} projection of expert {expert} in layer {layer}"
+                    raise CheckpointError(
+                        f"{where} has a weight that is not a finite number, so it cannot be quantised.", hint=DAMAGED
+                    ) from error
+        raise
 
 
 class _CalibratedExperts:
@@ -95,7 +115,8 @@ class _CalibratedExperts:
             if factor is None:
                 found = [self._store.read(layer, expert) for expert in chosen]
             else:
-                found = self._quantized(layer, chosen, x, topk_ids, factor)
+                with _saying_which(self._reader, layer, chosen):
+                    found = self._quantized(layer, chosen, x, topk_ids, factor)
             for expert, (gate, up, down) in zip(chosen, found, strict=True):
                 if factor is not None:
                     self._store.write(layer, expert, (gate, up, down))
@@ -105,6 +126,7 @@ class _CalibratedExperts:
                     wide = torch.cat([dequantize_groups(*gate), dequantize_groups(*up)])
                     y = linear(silu_and_mul(linear(x[token], wide)), dequantize_groups(*down))
                     total.index_add_(0, token, y * topk_weights[token, slot, None])
+        self._reader.let_go()
         return total
 
     def _quantized(self, layer: int, chosen: range, x: Tensor, ids: Tensor, factor: Tensor) -> list[tuple[Matrix, Matrix, Matrix]]:

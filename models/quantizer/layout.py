@@ -6,11 +6,13 @@ triple a matrix: `X.weight_packed` I32 [N, ceil(K bits / 32)], `X.weight_scale` 
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from rimuru_models.config import ModelConfig
 from rimuru_models.errors import UsageError
 from rimuru_models.quantizer.groups import group_of
 from rimuru_models.quantizer.shards import NAMES, Promised
@@ -27,7 +29,7 @@ class Recipe:
 
     Attributes:
         bits: of a code.
-        group: weights that share a scale; fewer where a row is no multiple of them (`groups.group_of`).
+        group: weights that share a scale; fewer where rows are no multiples of them (`fitting`).
         feedback: rounding errors are made up for (see `feedback`), which needs a calibration text.
     """
 
@@ -53,6 +55,13 @@ class Recipe:
     def name(self) -> str:
         """int8 or int4."""
         return f"int{self.bits}"
+
+    def fitting(self, config: ModelConfig) -> Recipe:
+        """For experts of this shape: groups fill the rows of gate, up and down exactly, and are of one size in all of them.
+
+        Readers of the format expect that: compressed-tensors refuses broken groups, and transformers takes one scheme for all experts.
+        """
+        return replace(self, group=group_of(math.gcd(config.hidden_size, config.expert_intermediate), self.group))
 
 
 class Projection(NamedTuple):
@@ -81,14 +90,13 @@ def expert_projections(reader: CheckpointReader, layer: int, expert: int) -> tup
 
 
 def layer_tensors(reader: CheckpointReader, layer: int, recipe: Recipe) -> dict[str, Promised]:
-    """All tensors of the shard of one sparse layer, in the order in which they are written."""
+    """All tensors of the shard of one sparse layer, in the order in which they are written; `recipe` is fitting."""
     tensors: dict[str, Promised] = {}
     scale = NAMES[reader.expert_dtype]
     for expert in range(reader.config.num_experts):
         for module, rows, columns in expert_projections(reader, layer, expert):
-            groups = columns // group_of(columns, recipe.group)
             tensors[f"{module}.weight_packed"] = Promised("I32", (rows, -(-columns * recipe.bits // 32)))
-            tensors[f"{module}.weight_scale"] = Promised(scale, (rows, groups))
+            tensors[f"{module}.weight_scale"] = Promised(scale, (rows, columns // recipe.group))
             tensors[f"{module}.weight_shape"] = Promised("I64", (2,))
     return tensors
 
@@ -106,32 +114,27 @@ def shard_name(number: int, count: int) -> str:
 
 
 def quantization_config(reader: CheckpointReader, recipe: Recipe) -> dict[str, Any]:
-    """What config.json says, in the words of compressed-tensors."""
-    gate, up, down = expert_projections(reader, reader.config.moe_layers[0], 0)
-    by_group: dict[int, list[str]] = {}
-    for part in (gate, up, down):
-        by_group.setdefault(group_of(part.columns, recipe.group), []).append(part.module.rsplit(".", 1)[1])
-    groups = {}
-    for number, (size, names) in enumerate(sorted(by_group.items(), reverse=True)):
-        weights: dict[str, Any] = {
-            "num_bits": recipe.bits,
-            "type": "int",
-            "symmetric": True,
-            "strategy": "group",
-            "group_size": size,
-            "dynamic": False,
-            "actorder": None,
-            "block_structure": None,
-            "observer": "mse",
-            "observer_kwargs": {},
-        }
-        target = rf"re:.*\.experts\.\d+\.({'|'.join(names)})$"
-        groups[f"group_{number}"] = {"targets": [target], "weights": weights, "input_activations": None, "output_activations": None}
+    """What config.json says, in the words of compressed-tensors; `recipe` is fitting."""
+    names = [part.module.rsplit(".", 1)[1] for part in expert_projections(reader, reader.config.moe_layers[0], 0)]
+    weights: dict[str, Any] = {
+        "num_bits": recipe.bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "group",
+        "group_size": recipe.group,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "mse",
+        "observer_kwargs": {},
+    }
+    target = rf"re:.*\.experts\.\d+\.({'|'.join(names)})$"
+    group = {"targets": [target], "weights": weights, "input_activations": None, "output_activations": None}
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": groups,
+        "config_groups": {"group_0": group},
         "ignore": untouched(reader),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import filecmp
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,12 @@ from rimuru_models.index import read_json_file
 from rimuru_models.quantizer.calibrate import Matrix, quantize_plainly, quantize_with_text
 from rimuru_models.quantizer.groups import pack_words, unpack_words
 from rimuru_models.quantizer.layout import Recipe, dense_tensors, expert_projections, layer_tensors, quantization_config, shard_name
-from rimuru_models.quantizer.shards import Promised, ShardWriter, holds, saying_full
+from rimuru_models.quantizer.note import NOTE, difference, note_of, noted, noted_checksums, with_checksums
+from rimuru_models.quantizer.shards import Promised, ShardWriter, holds, saying_full, sha256_of
 from rimuru_models.weights import CheckpointReader
 
-NOTE = "rimuru-quantized.json"
-"""What a copy was made of, by what version, and with what text: a copy that was begun otherwise is not gone on with."""
-
-_VERSION = 1
 _WEIGHTS = (".safetensors", ".safetensors.index.json")
+_TEMPLATES = "additional_chat_templates"
 _FOREIGN_WEIGHTS = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5", ".msgpack", ".onnx")
 
 Progress = Callable[[str, int, int], None]
@@ -33,10 +33,10 @@ Progress = Callable[[str, int, int], None]
 
 def finished_copy(reader: CheckpointReader, folder: Path, recipe: Recipe, source: str) -> bool:
     """Whether a folder holds a whole copy, made of this source by this recipe; of its weights only headers and sizes are read."""
-    if not (folder / "config.json").is_file() or _note(folder) != _noted(source, recipe):
+    if not (folder / "config.json").is_file() or note_of(folder) != noted(source, recipe):
         return False
     return _small_files_are_there(reader.index.model_dir, folder) and all(
-        holds(folder / name, tensors) for name, tensors in _plan(reader, recipe).items()
+        holds(folder / name, tensors) for name, tensors in _plan(reader, recipe.fitting(reader.config)).items()
     )
 
 
@@ -58,7 +58,9 @@ def quantize_checkpoint(
     """
     if finished_copy(reader, folder, recipe, source):
         return
-    _begin(folder, source, recipe)
+    note = noted(source, recipe)
+    _begin(folder, note)
+    recipe = recipe.fitting(reader.config)
     plan = _plan(reader, recipe)
     first, dense = next(iter(plan.items()))
     store = _Shards(reader, folder, recipe, dict(zip(reader.config.moe_layers, list(plan.items())[1:], strict=True)), progress)
@@ -68,7 +70,7 @@ def quantize_checkpoint(
     with store:
         _copy_small_files(reader.index.model_dir, folder)
         if not holds(folder / first, dense):
-            _copy_dense(reader, folder / first, dense)
+            store.sha256[first] = _copy_dense(reader, folder / first, dense)
         store.advance(sum(tensor.num_bytes for tensor in dense.values()))
         if recipe.feedback:
             quantize_with_text(reader, recipe, store, tokens, store.expert_done)
@@ -78,8 +80,20 @@ def quantize_checkpoint(
     _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": store.total}, "weight_map": weight_map})
     config = read_json_file(reader.index.model_dir / "config.json")
     assert isinstance(config, dict), "the reader has read it"
+    config |= {"quantization_config": quantization_config(reader, recipe)}
+    _write_json(folder / NOTE, with_checksums(note, _checksums(reader, folder, plan, store.sha256, _json(config))))
     # Last of all: without it, the folder is no model.
-    _write_json(folder / "config.json", config | {"quantization_config": quantization_config(reader, recipe)})
+    _write_json(folder / "config.json", config)
+
+
+def _checksums(reader: CheckpointReader, folder: Path, shards: Iterable[str], written: dict[str, str], config: str) -> dict[str, str]:
+    """sha256 of all files, for `rimuru verify`: of shards what was written, now or before; of the others what is there."""
+    sums = {"config.json": hashlib.sha256(config.encode("utf-8")).hexdigest()}
+    known = noted_checksums(folder) | written
+    small = [path.relative_to(reader.index.model_dir).as_posix() for path in _small_files(reader.index.model_dir)]
+    for name in (*small, "model.safetensors.index.json"):
+        sums[name] = sha256_of(folder / name)
+    return sums | {name: known.get(name) or sha256_of(folder / name) for name in shards}
 
 
 def _plan(reader: CheckpointReader, recipe: Recipe) -> dict[str, dict[str, Promised]]:
@@ -107,6 +121,7 @@ class _Shards:
         self._writer: ShardWriter | None = None
         self._done = 0
         self.total = 0
+        self.sha256: dict[str, str] = {}
         self._each = {
             layer: sum(tensor.num_bytes for tensor in tensors.values()) // reader.config.num_experts
             for layer, (_, tensors) in shards.items()
@@ -155,23 +170,25 @@ class _Shards:
             self._writer.write(f"{module}.weight_scale", scales)
             self._writer.write(f"{module}.weight_shape", torch.tensor([rows, columns]))
         if expert + 1 == self._reader.config.num_experts:
-            self._writer = None
             self._open.close()
+            self.sha256[self._shards[layer][0]] = self._writer.sha256.hexdigest()
+            self._writer = None
 
 
-def _copy_dense(reader: CheckpointReader, path: Path, tensors: dict[str, Promised]) -> None:
-    """All that is not quantised, as it lies in the files."""
+def _copy_dense(reader: CheckpointReader, path: Path, tensors: dict[str, Promised]) -> str:
+    """All that is not quantised, as it lies in the files; returns its sha256."""
     with ShardWriter(path, tensors) as shard:
         for name in tensors:
             file, info = reader.index.tensors[name]
             with file.open("rb") as source:
                 source.seek(reader.index.headers[file].data_offset + info.start)
                 shard.copy(name, source, info.stop - info.start)
+    return shard.sha256.hexdigest()
 
 
 def _small_files(source: Path) -> Iterator[Path]:
-    """Tokenizer, generation settings, licence; neither weights nor config.json, nor what belongs to where the original lies."""
-    for path in sorted(source.iterdir()):
+    """Tokenizer, templates, generation settings, licence; neither weights nor config.json, nor what belongs to where the original lies."""
+    for path in sorted((*source.iterdir(), *source.glob(f"{_TEMPLATES}/*.jinja"))):
         if not path.is_file() or path.name.startswith(".") or path.name in ("config.json", "manifest.json", NOTE):
             continue
         if not path.name.endswith(_WEIGHTS) and path.suffix not in _FOREIGN_WEIGHTS:
@@ -179,26 +196,24 @@ def _small_files(source: Path) -> Iterator[Path]:
 
 
 def _small_files_are_there(source: Path, folder: Path) -> bool:
-    copies = ((path, folder / path.name) for path in _small_files(source))
-    return all(copy.is_file() and copy.stat().st_size == path.stat().st_size for path, copy in copies)
+    copies = ((path, folder / path.relative_to(source)) for path in _small_files(source))
+    return all(copy.is_file() and filecmp.cmp(path, copy, shallow=False) for path, copy in copies)
 
 
 def _copy_small_files(source: Path, folder: Path) -> None:
     for path in _small_files(source):
         with saying_full(folder):
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
-def _begin(folder: Path, source: str, recipe: Recipe) -> None:
-    wanted = _noted(source, recipe)
-    found = _note(folder)
+def _begin(folder: Path, wanted: dict[str, Any]) -> None:
+    found = note_of(folder)
     if found is None and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is there already, and not a copy that rimuru began.", hint="Name a folder that is empty or not there.")
     if found is not None and found != wanted:
-        raise UsageError(
-            f"{folder} holds a copy of something else ({found.get('to')}, groups of {found.get('group')}).",
-            hint="Name another folder, or delete it.",
-        )
+        raise UsageError(f"{folder} holds another copy: {difference(found, wanted)}.", hint="Name another folder, or delete it.")
     with saying_full(folder.parent):
         folder.mkdir(parents=True, exist_ok=True)
         if found is None:
@@ -206,18 +221,6 @@ def _begin(folder: Path, source: str, recipe: Recipe) -> None:
         (folder / "config.json").unlink(missing_ok=True)  # no model while something is missing
         for left in folder.glob(".*.part"):
             left.unlink()
-
-
-def _noted(source: str, recipe: Recipe) -> dict[str, Any]:
-    return {"version": _VERSION, "source": source, "to": recipe.name, "group": recipe.group, "feedback": recipe.feedback}
-
-
-def _note(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / NOTE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _check_space(folder: Path, needed: int) -> None:
@@ -229,12 +232,16 @@ def _check_space(folder: Path, needed: int) -> None:
         )
 
 
+def _json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2)
+
+
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     """Whole or not at all."""
     part = path.with_name(f".{path.name}.part")
     with saying_full(path.parent):
-        with part.open("w", encoding="utf-8") as file:
-            json.dump(content, file, indent=2)
+        with part.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(_json(content))
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

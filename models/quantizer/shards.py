@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import math
 import os
@@ -41,6 +42,9 @@ class Promised(NamedTuple):
 class ShardWriter:
     """Writes the promised tensors, in that order, into a new file, which gets its name only when it is complete and on the disk.
 
+    Attributes:
+        sha256: of all that was written so far.
+
     Raises:
         NoSpaceError: the disk is full.
     """
@@ -50,13 +54,18 @@ class ShardWriter:
         self._part = path.with_name(f".{path.name}.part")
         self._expected = list(tensors.items())
         self._head = _header(tensors)
+        self.sha256 = hashlib.sha256()
 
     def __enter__(self) -> ShardWriter:
         with saying_full(self._path.parent):
             self._file = self._part.open("wb")
-            self._file.write(self._head)
+            self._put(self._head)
         self._next = 0
         return self
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self.sha256.update(data)
 
     def write(self, name: str, tensor: Tensor) -> None:
         """The next tensor."""
@@ -65,7 +74,7 @@ class ShardWriter:
         data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         with saying_full(self._path.parent):
             for start in range(0, len(data), _PIECE):
-                self._file.write(data[start : start + _PIECE].data)
+                self._put(data[start : start + _PIECE].data)
 
     def copy(self, name: str, source: BinaryIO, num_bytes: int) -> None:
         """The next tensor, from another file's present place on.
@@ -79,7 +88,7 @@ class ShardWriter:
                 piece = source.read(min(_PIECE, num_bytes))
                 if not piece:
                     raise CheckpointError(f"{source.name} ended while tensor {name[:200]!r} was read.")
-                self._file.write(piece)
+                self._put(piece)
                 num_bytes -= len(piece)
 
     def _expect(self, name: str) -> Promised:
@@ -115,6 +124,12 @@ def holds(path: Path, tensors: Mapping[str, Promised]) -> bool:
     except CheckpointError:
         return False
     return {name: Promised(info.dtype, info.shape) for name, info in found.items()} == dict(tensors)
+
+
+def sha256_of(path: Path) -> str:
+    """Of a file, hex."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

@@ -18,13 +18,16 @@ from rimuru_models.gguf.files import part_names
 from rimuru_models.gguf.kinds import in_words
 from rimuru_models.gguf.resolve import resolve_gguf
 from rimuru_models.headers import DTYPE_BITS, read_header
-from rimuru_models.index import read_json_file
+from rimuru_models.index import INDEX, read_json_file, weight_map_of
+from rimuru_models.quantization.table import Quantization
+from rimuru_models.tensor_map import FLOAT_DTYPES
 
 Status = Literal["ready", "incomplete", "unusable"]
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32", "float": "F32", "float64": "F64"}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _EXPERTS = re.compile(r"\.ffn_(?:gate|up|down|gate_up)(?:_exps|\.\d+)\.weight$")
+_QUERY = ".self_attn.q_proj."
 _SHOWN = 2
 _LONGEST = 80
 
@@ -35,10 +38,11 @@ class Inspection:
 
     Attributes:
         architecture: class name in config.json; None when it names none.
-        precision: safetensors name of the weights' number format, or what quantised ones are called; None: not known.
+        precision: safetensors name of the weights' number format, or what quantised experts are called; None: not known.
         config: the configuration, if rimuru can run such a model.
         status: ready to run, incomplete (a download was cut short), or nothing for rimuru.
         why_not: why it is not ready, a phrase without a full stop; None when it is.
+        dense: the same as `precision` of everything but experts; None: not known.
     """
 
     architecture: str | None
@@ -46,6 +50,7 @@ class Inspection:
     config: ModelConfig | None
     status: Status
     why_not: str | None
+    dense: str | None = None
 
 
 def inspect(folder: Path, repository: str | None = None) -> Inspection:
@@ -72,12 +77,28 @@ def inspect(folder: Path, repository: str | None = None) -> Inspection:
         config = ModelConfig.from_dict(values, where="config.json")
     except RimuruError as error:
         return Inspection(architecture, precision, None, "unusable", error.what.removeprefix("config.json: ").rstrip("."))
+    dense = precision
     if config.quantization is not None:
         precision = config.quantization.label
+        dense = _dense_of(folder, config.quantization)
     missing = missing_files(folder) if repository is None else lacking(repository, folder)
     if missing:
-        return Inspection(architecture, precision, config, "incomplete", f"it lacks {_some(missing)}")
-    return Inspection(architecture, precision, config, "ready", None)
+        return Inspection(architecture, precision, config, "incomplete", f"it lacks {_some(missing)}", dense)
+    return Inspection(architecture, precision, config, "ready", None, dense)
+
+
+def _dense_of(folder: Path, quantization: Quantization) -> str | None:
+    """What a quantised model keeps its dense matrices as, shown by one of them: reading all headers would take a list too long."""
+    try:
+        names = weight_map_of(read_json_file(folder / INDEX), INDEX) if (folder / INDEX).is_file() else None
+        found = None if names is None else next((file for name, file in names.items() if _QUERY in name), None)
+        header = read_header(folder / (found or "model.safetensors"))
+    except RimuruError:
+        return None
+    parts = {name.partition(_QUERY)[2]: info.dtype for name, info in header.tensors.items() if _QUERY in name}
+    if not parts:
+        return None
+    return parts["weight"] if parts.get("weight") in FLOAT_DTYPES else quantization.label
 
 
 def _without_config(folder: Path) -> Inspection:
@@ -102,7 +123,9 @@ def _gguf(path: Path) -> Inspection:
     except RimuruError as error:
         why = error.what.removeprefix(f"{path}: ").removeprefix(f"{path.name}: ").rstrip(".")
         return Inspection(architecture, precision, None, "unusable", why)
-    return Inspection(config.architecture, precision, config, "ready", None)
+    others = [one for name, (_, one) in files.tensors.items() if not _EXPERTS.search(name) and len(one.shape) > 1]
+    dense = in_words((one.kind, one.stop - one.start) for one in others)
+    return Inspection(config.architecture, precision, config, "ready", None, dense)
 
 
 def _printable(text: str) -> str:

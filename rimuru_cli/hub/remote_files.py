@@ -151,11 +151,18 @@ def _select_gguf(repository: str, files: Sequence[RemoteFile], wanted: str | Non
     if chosen.missing:
         raise CheckpointError(f"{repository} lacks {chosen.missing[0]}, a part of {chosen.label}.", hint="report it to whoever made it")
     for name in chosen.names:
-        trouble = _unportable(name)
+        trouble = _unportable(name) or _taken_for_one(name, by_name)
         if trouble is not None:
             raise _hostile(repository, name, trouble)
     licences = sorted((file for file in files if _PATTERNS[1].fullmatch(file.name)), key=lambda file: file.name)
     return Selection(tuple(by_name[name] for name in chosen.names), tuple(licences), False, chosen.label)
+
+
+def _taken_for_one(name: str, others: Iterable[str]) -> str | None:
+    """Two GGUF files that differ in case only: where case does not count, one would overwrite the other."""
+    same = unicodedata.normalize("NFC", name).casefold()
+    twin = next((other for other in others if other != name and unicodedata.normalize("NFC", other).casefold() == same), None)
+    return None if twin is None else f"differs from {twin!r} in case only"
 
 
 def _no_weights(repository: str, names: Sequence[str]) -> CheckpointError:

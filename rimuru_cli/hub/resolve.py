@@ -99,10 +99,10 @@ def resolve_here(name: str | None, *, progress: Progress | None = None) -> Resol
         raise UsageError("The model's name is empty.", hint=_EXPECTED)
     if any(unicodedata.category(letter) == "Cc" for letter in name):
         raise UsageError(f"The model's name {name!r} has control characters in it.", hint=_EXPECTED)
-    copy = paths.quantized_dir() / name
-    if re.fullmatch(_PART, name) and (copy / "config.json").is_file() and not Path(name).exists():
-        return ResolvedModel(name, copy, None, False)
     path = _as_path(name)
+    copy = _copy_of_that_name(name)
+    if copy is not None and (path is None or not path.exists()):
+        return ResolvedModel(name, copy, None, False)
     if path is not None and path.is_dir():
         return _local(path, name)
     if path is not None and path.exists():
@@ -117,6 +117,17 @@ def resolve_here(name: str | None, *, progress: Progress | None = None) -> Resol
         what = "file" if is_gguf(Path(name)) else "folder"
         raise NotFoundError(f"There is no {what} {name}.", hint=did_you_mean(near) or "check the path")
     return None
+
+
+def _copy_of_that_name(name: str) -> Path | None:
+    """Our own quantised copy that is called so, in letters of any language."""
+    if name in (".", "..") or any(letter in "/\\:" for letter in name):
+        return None
+    copy = paths.quantized_dir() / name
+    try:
+        return copy if (copy / "config.json").is_file() else None
+    except (OSError, ValueError):  # too long, not encodable
+        return None
 
 
 def _as_path(name: str) -> Path | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -60,9 +61,11 @@ def variants_of(files: Mapping[str, int]) -> list[Variant]:
         label = _label(PurePosixPath(name))
         num_bytes = sum(files[one] for one in names if one in files)
         found.setdefault(label, []).append(Variant(label, names, num_bytes, missing))
-    # Two models with one quantisation: their files' names tell them apart.
+    # Two models with one quantisation: their files' names tell them apart; those that differ in case only, their whole names.
     alone = [one if len(same) == 1 else one._replace(label=variant_stem(one.names[0])) for same in found.values() for one in same]
-    return sorted(alone, key=lambda one: one.label.lower())
+    shared = {label for label, count in Counter(one.label.casefold() for one in alone).items() if count > 1}
+    told = [one._replace(label=one.names[0]) if one.label.casefold() in shared else one for one in alone]
+    return sorted(told, key=lambda one: (one.label.lower(), one.label))
 
 
 def _label(path: PurePosixPath) -> str:
@@ -86,7 +89,9 @@ def gguf_files(folder: Path) -> dict[str, int]:
 
 
 def matching(variants: Sequence[Variant], wanted: str) -> list[Variant]:
-    """Those that a word means: by label, by label without UD-, by a file's name, by quantisation; the first of these that gives any."""
+    """Those that a word means: by label or file name letter for letter, by label, by label without UD-, by a file's name, by quantisation;
+    the first of these that gives any.
+    """
     word = wanted.lower()
 
     def stems(one: Variant) -> set[str]:
@@ -94,6 +99,7 @@ def matching(variants: Sequence[Variant], wanted: str) -> list[Variant]:
         return {name.lower() for path in paths for name in (str(path), path.name, variant_stem(path.name))}
 
     keys: tuple[Callable[[Variant], bool], ...] = (
+        lambda one: wanted in (one.label, *one.names),
         lambda one: one.label.lower() == word,
         lambda one: one.label.lower().removeprefix("ud-") == word,
         lambda one: word in stems(one),

@@ -1,8 +1,9 @@
 """Reading a model again and comparing every checksum that is known for it, without the network.
 
 What there is to compare with, the best first: the manifest of `rimuru pull`; the names of blobs in the shared cache, which are checksums,
-and the listing that huggingface_hub keeps beside them; what `hf download --local-dir` noted in a folder; the demonstration model's own
-manifest. Of a folder with none of these only the structure can be checked: that every shard is there and as long as its header says.
+and the listing that huggingface_hub keeps beside them; what `hf download --local-dir` noted in a folder; what `rimuru quantize` noted in
+its copies; the demonstration model's own manifest. Of a folder with none of these only the structure can be checked: that every shard is
+there and as long as its header says. Of quantised weights, the scales are looked at as well.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, Literal
 
 from rimuru_cli.hub import embedded
@@ -23,13 +24,16 @@ from rimuru_cli.hub.remote_files import RemoteFile
 from rimuru_cli.hub.resolve import parse_repository, resolve_here
 from rimuru_cli.hub.snapshot import known_variants, locate_snapshot, missing_files, not_downloaded
 from rimuru_cli.hub.variants import choose, matching, shown_name, variants_of
-from rimuru_models.errors import CheckpointError, VerificationError
+from rimuru_models.errors import CheckpointError, RimuruError, VerificationError
 from rimuru_models.gguf import is_gguf, open_gguf
 from rimuru_models.gguf.files import part_names
 from rimuru_models.index import open_index
+from rimuru_models.quantization.scheme import DAMAGED
+from rimuru_models.quantization.soundness import unsound_scales
+from rimuru_models.quantizer.note import noted_checksums
 
 State = Literal["ok", "damaged", "missing", "unknown"]
-Against = Literal["manifest", "cache", "download metadata", "headers"]
+Against = Literal["manifest", "cache", "download metadata", "copy", "headers"]
 
 _CHECKSUM = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _STAGE = "Checking"
@@ -89,13 +93,15 @@ class Verification:
             hint = f"type `rimuru pull {self.name}`: only {'that file' if len(self.bad) == 1 else 'those files'} will be fetched again"
         elif self.name == embedded.EMBEDDED_NAME:
             hint = "type `rimuru chat` to build it again"
+        elif self.against == "copy":
+            hint = "delete them and type the `rimuru quantize` that made this copy: it makes what is missing again"
         return VerificationError(
             f"{len(self.bad)} of {len(self.files)} files of {self.name} are not as they should be: {names}.", hint=hint
         )
 
 
 def verify_model(name: str, progress: Progress | None = None) -> Verification:
-    """Read all files of a model and compare what can be compared.
+    """Read all files of a model and compare what can be compared, then look at the scales of quantised weights.
 
     Args:
         name: the demonstration model, a folder, a GGUF file, or `org/name[:variant][@revision]` from the cache.
@@ -104,7 +110,25 @@ def verify_model(name: str, progress: Progress | None = None) -> Verification:
     Raises:
         NotFoundError: no such folder, or not downloaded.
         UsageError: the name cannot be one of a model.
+        VerificationError: its files are as they should be, or nobody knows, but a scale in them is not a finite number.
     """
+    result, model = _compared(name, progress)
+    if not result.bad:
+        _check_scales(result.name, model)
+    return result
+
+
+def _check_scales(name: str, model: Path) -> None:
+    try:
+        path, tensor = next(unsound_scales(model), (None, ""))
+    except RimuruError:
+        return  # nothing that could be run, so that its checksums are all there is to say
+    if path is not None:
+        raise VerificationError(f"{name}: tensor {tensor[:200]!r} in {path.name} has a scale that is not a finite number.", hint=DAMAGED)
+
+
+def _compared(name: str, progress: Progress | None) -> tuple[Verification, Path]:
+    """The result for the files, and the model that they are: a folder or a GGUF file."""
     if embedded.is_embedded_name(name):
         folder = embedded.model_dir()
         manifest = Manifest.read(folder) if folder.is_dir() else None
@@ -113,10 +137,10 @@ def verify_model(name: str, progress: Progress | None = None) -> Verification:
             manifest = Manifest.read(folder)
         assert manifest is not None
         files = {file: RemoteFile(file, record.num_bytes, record.sha256) for file, record in manifest.files.items()}
-        return Verification(embedded.EMBEDDED_NAME, folder, None, "manifest", _compare(folder, files, progress))
+        return Verification(embedded.EMBEDDED_NAME, folder, None, "manifest", _compare(folder, files, progress)), folder
     here = resolve_here(name)
     if here is not None:
-        return _verify_folder(here.name, here.path, progress)
+        return _verify_folder(here.name, here.path, progress), here.path
     wanted = parse_repository(name)
     found = locate_snapshot(wanted.repository, wanted.revision)
     if found is None:
@@ -124,11 +148,13 @@ def verify_model(name: str, progress: Progress | None = None) -> Verification:
     repository, folder = found
     shown = shown_name(repository, wanted.variant, wanted.revision)
     own: frozenset[str] | None = None
+    model = folder
     if wanted.variant is not None:
         variants = matching(known_variants(repository, folder), wanted.variant)
         if not variants:
             raise not_downloaded(*wanted)
-        own = frozenset(choose(shown_name(repository, None, wanted.revision), variants, wanted.variant).names)
+        chosen = choose(shown_name(repository, None, wanted.revision), variants, wanted.variant)
+        own, model = frozenset(chosen.names), folder.joinpath(*chosen.names[0].split("/"))
     pulled = PullManifest.read(repository, folder.name)
     against: Against = "cache" if pulled is None else "manifest"
     known: Mapping[str, RemoteFile | None]
@@ -136,7 +162,7 @@ def verify_model(name: str, progress: Progress | None = None) -> Verification:
     checked = _compare(folder, {file: record for file, record in known.items() if own is None or file in own}, progress)
     if pulled is not None:
         _note(pulled, folder, checked)
-    return Verification(shown, folder, folder.name, against, checked)
+    return Verification(shown, folder, folder.name, against, checked), model
 
 
 def _verify_folder(name: str, folder: Path, progress: Progress | None) -> Verification:
@@ -145,6 +171,10 @@ def _verify_folder(name: str, folder: Path, progress: Progress | None) -> Verifi
     noted = _from_local_dir(folder)
     if noted:
         return Verification(name, folder, None, "download metadata", _compare(folder, noted, progress))
+    sums = {file: digest for file, digest in noted_checksums(folder).items() if _CHECKSUM.fullmatch(digest) and _is_inside(file)}
+    if sums:
+        own: dict[str, RemoteFile | None] = {file: RemoteFile(file, -1, digest) for file, digest in sums.items()}
+        return Verification(name, folder, None, "copy", _compare(folder, own, progress))
     made = Manifest.read(folder)
     if made is not None:
         files = {file: RemoteFile(file, record.num_bytes, record.sha256) for file, record in made.files.items()}
@@ -157,6 +187,12 @@ def _verify_folder(name: str, folder: Path, progress: Progress | None) -> Verifi
     names = sorted(shards | set(absent) | {path.name for path in folder.iterdir() if path.is_file()})
     checked = [CheckedFile(file, _size(folder / file), "missing" if file in absent else "unknown", None, None) for file in names]
     return Verification(name, folder, None, "headers", tuple(checked))
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name that a file says is one of the folder itself or one below it."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts and PureWindowsPath(name).drive == "" and "\\" not in name
 
 
 def _verify_file(name: str, path: Path, progress: Progress | None) -> Verification:

@@ -136,6 +136,18 @@ def test_every_label_can_be_typed() -> None:
         assert matching(variants_of(dict.fromkeys(names, 1)), one.label) == [one]
 
 
+def test_names_that_differ_in_case_only() -> None:
+    """Each can be named, by its whole name; what does not say which of them is meant is asked about."""
+    names = ("m-Q4_0.gguf", "m-Q4_0.GGUF", "M-Q4_0.gguf", "Q8_0/a.gguf", "q8_0/a.gguf")
+    found = variants_of(dict.fromkeys(names, 1))
+    assert sorted(one.label for one in found) == sorted(names)
+    for one in found:
+        assert choose("o/n", found, one.label) is one and choose("o/n", found, one.names[0]) is one
+    with pytest.raises(UsageError, match=r"several models that q4_0 can mean: .*m-Q4_0\.GGUF") as caught:
+        choose("o/n", found, "q4_0")
+    assert "o/n:" in str(caught.value.hint)
+
+
 def test_thousands_of_parts_are_taken_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(variants, "part_names", lambda name: asked.append(name) or part_names(name))
@@ -243,6 +255,14 @@ def test_names_that_must_not_be_written(name: str, server: LoopbackHub, files: d
     server.add("org/odd", {name: files["tiny-Q4_0.gguf"]})
     with pytest.raises(CheckpointError, match="nothing of this repository is written"):
         planned("Q4_0", "org/odd")
+
+
+def test_names_that_some_systems_take_for_one(server: LoopbackHub, files: dict[str, bytes]) -> None:
+    both = {"m-Q4_0.gguf": files["tiny-Q4_0.gguf"], "m-Q4_0.GGUF": files["tiny-Q4_0.gguf"], "m-Q8_0.gguf": files[PARTS[0]]}
+    server.add("org/case", both)
+    with pytest.raises(CheckpointError, match=r"'m-Q4_0\.GGUF', which differs from 'm-Q4_0\.gguf' in case only"):
+        planned("m-Q4_0.GGUF", "org/case")
+    assert planned("Q8_0", "org/case")[0].variant == "Q8_0", "what is not taken harms nobody"
 
 
 def test_what_rimuru_cannot_run_is_an_objection(server: LoopbackHub, files: dict[str, bytes]) -> None:

@@ -9,6 +9,8 @@ from huggingface_hub import constants, snapshot_download
 from loopback_hub import LoopbackHub
 from loopback_models import model_files, wanted
 from loopback_setup import connect
+from quantised import KINDS, foreign_imports, write_quantised_checkpoint
+from tiny_gguf import write_tiny_gguf
 
 from rimuru_cli.hub import embedded
 from rimuru_cli.hub.download import Download
@@ -18,6 +20,8 @@ from rimuru_cli.hub.remote import Hub
 from rimuru_cli.hub.resolve import resolve_model
 from rimuru_cli.hub.verification import verify_model
 from rimuru_models.errors import NotFoundError, VerificationError
+from rimuru_models.gguf import open_gguf
+from rimuru_models.index import open_index
 
 FILES = model_files()
 SHARD = "model-00003-of-00003.safetensors"
@@ -185,3 +189,31 @@ def test_what_is_not_here(server: LoopbackHub) -> None:
         verify_model("org/name")
     assert caught.value.hint == "type `rimuru pull org/name`"
     assert not server.log
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8-bf16", "mxfp4", "nvfp4"])
+def test_a_scale_that_is_no_number_is_found_without_a_checksum(name: str, tmp_path: Path) -> None:
+    with foreign_imports():
+        folder, _ = write_quantised_checkpoint(tmp_path, "qwen3_moe", KINDS[name], num_layers=2, moe_intermediate_size=64)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert not verify_model(str(folder)).bad
+    (tensor,) = [one for one in open_index(folder).tensors if ".1.mlp.experts.3.up_proj.weight_scale" in one]
+    path, info = open_index(folder).tensors[tensor]
+    data = bytearray(path.read_bytes())
+    end = open_index(folder).headers[path].data_offset + info.stop
+    data[end - 2 : end] = b"\xff\x7f" if name in ("int4", "fp8-bf16") else b"\xff\xff"
+    path.write_bytes(data)
+    with pytest.raises(VerificationError, match=rf"quantised: tensor '{tensor}' in model\.safetensors has a scale") as caught:
+        verify_model(str(folder))
+    assert "download it again" in str(caught.value.hint)
+
+
+def test_blocks_of_gguf_with_such_scales_are_found(tmp_path: Path) -> None:
+    path, _ = write_tiny_gguf(tmp_path, "qwen3_moe", lambda name: "Q4_0" if "exps" in name else "F32", moe_intermediate_size=64, parts=2)
+    assert not verify_model(str(path)).bad
+    where, tensor = open_gguf(path).tensors["blk.3.ffn_down_exps.weight"]
+    data = bytearray(where.read_bytes())
+    data[tensor.stop - 18 : tensor.stop - 16] = b"\x00\xfc"
+    where.write_bytes(data)
+    with pytest.raises(VerificationError, match=rf"tensor 'blk\.3\.ffn_down_exps\.weight' in {where.name} has a scale that is not"):
+        verify_model(str(path))

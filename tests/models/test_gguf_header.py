@@ -21,6 +21,7 @@ from rimuru_models.gguf.cursor import NeedsMoreError
 from rimuru_models.gguf.files import is_model_name, part_names
 from rimuru_models.gguf.header import GGUFHeader, next_read, parse_gguf_header
 from rimuru_models.gguf.kinds import KINDS, in_words
+from rimuru_models.index import open_index
 
 RNG = np.random.default_rng(7)
 METADATA: list[tiny.Entry] = [
@@ -213,7 +214,8 @@ HOSTILE = {
     "lies at bytes": head(1, 0) + tiny.gguf_string("t") + struct.pack("<I4QIQ", 4, HUGE, HUGE, HUGE, HUGE, tiny.F32, 0) + b"\0" * 64,
     "'a.name' is there twice": tiny.gguf_bytes([METADATA[0], METADATA[0]], []),
     "'plain' is there twice": tiny.gguf_bytes([], [TENSORS[2], TENSORS[2]]),
-    "unknown type 5": tiny.gguf_bytes([], [("t", (32,), 5, b"\0" * 18)]),
+    "unknown type 5 (Q4_3, which is no longer in use)": tiny.gguf_bytes([], [("t", (32,), 5, b"\0" * 18)]),
+    "'t' has the unknown type 99.": tiny.gguf_bytes([], [("t", (32,), 99, b"\0" * 18)]),
     "Q8_0 cannot hold": tiny.gguf_bytes([], [("t", (2, 33), tiny.Q8_0, b"\0" * 96)]),
     "F32 cannot hold": tiny.gguf_bytes([], [("t", (2, 0), tiny.F32, b"")]),
     "not a power of two": tiny.gguf_bytes([("general.alignment", tiny.U32, 24)], []),
@@ -228,6 +230,8 @@ def test_hostile_files_are_refused_with_the_reason(tmp_path: Path, why: str) -> 
     with pytest.raises(CheckpointError, match="hostile") as caught:
         read_gguf_header(path)
     assert why in caught.value.what
+    if "'t' has the unknown" in caught.value.what:
+        assert "Q4_K, Q5_K, Q6_K, MXFP4" in str(caught.value.hint)
 
 
 def test_tensors_that_overlap_or_lie_askew_are_refused() -> None:
@@ -283,6 +287,13 @@ def test_which_file_a_folder_means(tmp_path: Path) -> None:
         gguf_of(tmp_path)
     (tmp_path / "model.safetensors").touch()
     assert gguf_of(tmp_path) is None
+
+
+def test_a_folder_that_lacks_the_first_part(tmp_path: Path) -> None:
+    (tmp_path / "m-Q4_0-00002-of-00002.gguf").touch()
+    with pytest.raises(NotFoundError, match=r"m-Q4_0-00001-of-00002\.gguf does not exist") as caught:
+        open_index(tmp_path)
+    assert "all of them side by side" in str(caught.value.hint)
 
 
 def test_what_lies_beside_a_model_and_is_none(tmp_path: Path) -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from tiny_checkpoints import write_tiny_checkpoint
 from tiny_gguf import ARCHITECTURES, write_tiny_gguf
 
-from rimuru_kernels.packed_weights import dequantize, page_bytes, unpack
+from rimuru_kernels.packed_weights import dequantize, page_bytes, tile_rows, unpack
 from rimuru_models.errors import CheckpointError, NotFoundError, RimuruError
+from rimuru_models.gguf.files import open_gguf
 from rimuru_models.gguf.header import parse_gguf_header
-from rimuru_models.gguf.kinds import PACKED
+from rimuru_models.gguf.kinds import BY_NAME, PACKED
 from rimuru_models.gguf.reader import GGUFReader
 from rimuru_models.index import model_identity, open_index
 from rimuru_models.layout import dense_shapes
@@ -134,6 +135,28 @@ def test_experts_go_into_pages_as_stored(tiles: int, tmp_path: Path) -> None:
             reader.expert_packed(1, 2, pages[:2])
 
 
+HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+@pytest.mark.parametrize(("kind", "at"), [*((kind, at) for kind, places in HALVES.items() for at in places), ("MXFP4", 0)])
+def test_scales_that_are_no_finite_numbers(kind: str, at: int, tmp_path: Path) -> None:
+    path, _ = write_tiny_gguf(tmp_path, "qwen3_moe", lambda name: kind, moe_intermediate_size=256, num_experts=4, **WIDE)
+    tensor = open_gguf(path).tensors["blk.1.ffn_up_exps.weight"][1]
+    expert = (tensor.stop - tensor.start) // 4
+    last = tensor.start + 3 * expert - BY_NAME[kind].num_bytes + at  # the last block of expert 2
+    data = bytearray(path.read_bytes())
+    data[last : last + 2] = b"\xff\xff" if kind == "MXFP4" else b"\x00\x7c"
+    path.write_bytes(data)
+    with GGUFReader(path) as reader:
+        pages = [torch.zeros(1 << 17, dtype=torch.uint8) for _ in range(3)]
+        reader.expert_packed(1, 1, pages)
+        reader.expert(1, 3)
+        refusal = r"tiny\.gguf: tensor 'blk\.1\.ffn_up_exps\.weight' has a scale that is not a finite number"
+        for read in (reader.expert, reader.expert_codes, lambda layer, one: reader.expert_packed(layer, one, pages)):
+            with pytest.raises(CheckpointError, match=refusal):
+                read(1, 2)
+
+
 @pytest.mark.parametrize("family", ARCHITECTURES)
 def test_dense_matrices_as_stored_mean_the_same(family: str, tmp_path: Path) -> None:
     options = {"linear_value_head_dim": 32} if family.startswith("qwen3_5") else {}
@@ -227,8 +250,9 @@ def test_parts_of_different_models_are_refused(tmp_path: Path) -> None:
     other, _ = write_tiny_gguf(tmp_path / "b", "qwen2_moe", parts=3)
     second = first.with_name("tiny-00002-of-00002.gguf")
     second.write_bytes(other.with_name("tiny-00002-of-00003.gguf").read_bytes())
-    with pytest.raises(CheckpointError, match="is not part 2 of 2"):
+    with pytest.raises(CheckpointError, match="is not part 2 of 2") as caught:
         open_reader(first)
+    assert "side by side under their own names" in str(caught.value.hint)
     renamed = first.rename(tmp_path / "tiny.gguf")
     with pytest.raises(CheckpointError, match="one of 2 parts, but its name makes it one of 1"):
         open_reader(renamed)
@@ -370,3 +394,25 @@ def test_a_file_that_shrinks_while_it_is_in_use(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes()[:-4096])
         with pytest.raises(CheckpointError, match="shrank from"):
             reader.expert(0, 0)
+
+
+@pytest.mark.parametrize("tiles", [(2, 3), (3, 2), (1, 3)])
+def test_row_tiles_of_different_numbers(tiles: tuple[int, int], tmp_path: Path) -> None:
+    """256 rows in three tiles are 96, 96 and 64; the last page has the places of 96 rows, of which the last 32 keep what they held."""
+    path, meant = write_tiny_gguf(
+        tmp_path, "qwen3_moe", lambda name: "Q6_K" if "down" in name else "Q4_K", moe_intermediate_size=256, num_experts=4, **WIDE
+    )
+    with GGUFReader(path) as reader, CheckpointReader(meant) as plain:
+        kinds = [reader.formats.experts[1].gate_up] * 2 + [reader.formats.experts[1].down]
+        counts = (tiles[0], tiles[0], tiles[1])
+        heights = [tile_rows(256, count) for count in counts]
+        pages = [[torch.full((page_bytes(kind, rows, 256),), 7, dtype=torch.uint8) for _ in range(count)]
+                 for kind, rows, count in zip(kinds, heights, counts, strict=True)]  # fmt: skip
+        reader.expert_packed(1, 2, [page for own in pages for page in own], tiles)
+        for own, kind, rows, right in zip(pages, kinds, heights, plain.expert(1, 2), strict=True):
+            read = torch.cat([dequantize(unpack(page, kind, rows, 256), kind) for page in own])
+            assert torch.equal(read[:256], right)
+            assert all((unpack(page, kind, rows, 256).super_scales.view(torch.uint8)[64:] == 7).all() for page in own[-1:] if rows == 96)
+        for wrong in ((2, 2), (0, 7), (3, 3)):
+            with pytest.raises(ValueError, match="row tiles"):
+                reader.expert_packed(1, 2, [pages[0][0]] * 7, wrong)

@@ -144,7 +144,8 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_moe", {"quantization_config": {"quant_method": "aqlm"}}, "text_config.*'aqlm'"),
     ("granitemoehybrid", {"num_local_experts": 0}, "no experts"),
     ("granitemoehybrid", {"position_embedding_type": "alibi"}, "'alibi' is not supported"),
-    ("granitemoehybrid", {"layer_types": None}, "no attention layer"),
+    ("granitemoehybrid", {"layer_types": None}, "layer_types is missing, .*recurrent"),
+    ("granitemoehybrid", {"layer_types": ["mamba"] * 4}, "no attention layer"),
     ("granitemoehybrid", {"mamba_d_head": 15}, "do not make up"),
     ("granitemoehybrid", {"mamba_d_head": "wide"}, "mamba_d_head is 'wide'"),
     ("granitemoehybrid", {"mamba_n_groups": 3}, "not a multiple of mamba_n_groups 3"),
@@ -167,6 +168,24 @@ def test_contradictions_and_unsupported_fields(family: str, changes: dict[str, A
     with pytest.raises(CheckpointError, match=message) as caught:
         ModelConfig.from_dict(tiny_config(family, **changes), where="some/config.json")
     assert str(caught.value).startswith("some/config.json")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3_next", {"linear_num_value_heads": 3}),
+        ("qwen3_5_moe", {"linear_conv_kernel_dim": 0}),
+        ("qwen3_5_moe", {"num_key_value_heads": 3}),
+        ("qwen3_next", {"hidden_size": None}),
+        ("granitemoehybrid", {"layer_types": None}),
+        ("granitemoehybrid", {"mamba_n_groups": 3}),
+        ("granitemoehybrid", {"mamba_d_head": 15}),
+    ],
+)
+def test_what_no_released_model_says_comes_with_advice(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        ModelConfig.from_dict(tiny_config(family, **changes))
+    assert caught.value.hint is not None and "again" in caught.value.hint
 
 
 def test_a_multimodal_config_without_its_text_model() -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import HYBRIDS, write_tiny_checkpoint
+from tiny_checkpoints import HYBRIDS, tiny_config, write_tiny_checkpoint
 from torch import Tensor
 
 from rimuru_models.config import ModelConfig
+from rimuru_models.weights import CheckpointReader
 
 TOKENS = 75
 TOLERANCE = 1e-4
@@ -136,6 +137,31 @@ def test_a_folder_written_by_the_reference_loads(
     reference.save_pretrained(tmp_path / "theirs")
     expected, _ = reference_run(reference, tokens())
     assert (resident_run(tmp_path / "theirs").run(tokens(), [TOKENS]) - expected).abs().max() < TOLERANCE
+
+
+@torch.inference_mode()
+def test_the_text_of_a_multimodal_model_of_the_reference(tmp_path: Path, transformers_module: Any, resident_run: Any) -> None:
+    """The whole model, images and all, as the reference makes, computes and saves it; ours reads the text part."""
+    values = tiny_config("qwen3_5_moe")
+    vision = values["vision_config"] | {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+    config = transformers_module.AutoConfig.for_model(
+        "qwen3_5_moe", text_config=values["text_config"], vision_config=vision, tie_word_embeddings=False
+    )
+    torch.manual_seed(4)
+    model = transformers_module.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval().float()
+    assert type(model).__name__ == "Qwen3_5MoeForConditionalGeneration"
+    model.set_experts_implementation("eager")
+    for parameter in model.parameters():
+        # away from defaults that hide mistakes: vectors from 0 and 1, matrices from next to nothing
+        parameter.copy_(parameter + 0.1 * torch.randn_like(parameter) if parameter.ndim == 1 else parameter * 5)
+    model.save_pretrained(tmp_path)
+    ids = tokens()
+    expected = model(input_ids=ids[None], mm_token_type_ids=torch.zeros(1, TOKENS, dtype=torch.int32)).logits[0]
+    assert expected.std() > 0.5
+    for splits in ([TOKENS], [1] * TOKENS, [63, TOKENS - 63], [64, TOKENS - 64], [65] + [1] * (TOKENS - 65)):
+        assert (resident_run(tmp_path).run(ids, splits) - expected).abs().max() < TOLERANCE
+    with CheckpointReader(tmp_path) as reader:
+        assert len(reader.unused_parts) == 1 and "reads images" in reader.unused_parts[0]
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

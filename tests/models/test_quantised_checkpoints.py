@@ -14,7 +14,7 @@ from quantised import KINDS, foreign_imports, fp8, mxfp4_blocks, pack, write_qua
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES, HYBRIDS
 
-from rimuru_kernels.packed_weights import dequantize, page_bytes, unpack
+from rimuru_kernels.packed_weights import dequantize, page_bytes, tile_rows, unpack
 from rimuru_models.layout import dense_shapes
 from rimuru_models.weights import CheckpointReader
 
@@ -193,6 +193,29 @@ def test_three_ways_to_read_an_expert_agree(name: str, tmp_path: Path) -> None:
                 assert found[1] == reader.formats.dense[canonical]
                 assert found[0].values.shape == shape
                 assert torch.allclose(dequantize(*found), reader.dense_view(canonical), rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ["fp8-f32", "gptq", "int4-asymmetric", "nvfp4"])
+def test_row_tiles_of_different_numbers(name: str, tmp_path: Path) -> None:
+    """The last tile of a projection has fewer rows, at the places of a whole tile's first ones; rows that share a scale stay together."""
+    quantised, _ = write_quantised_checkpoint(tmp_path, "qwen3_moe", KINDS[name], moe_intermediate_size=384, hidden_size=320)
+    with CheckpointReader(quantised) as reader:
+        formats = reader.formats.experts[0]
+        assert formats is not None
+        kinds = (formats.gate_up, formats.gate_up, formats.down)
+        codes = reader.expert_codes(0, 5)
+        shapes = [tuple(own.values.shape) for own in codes]
+        heights = [tile_rows(rows, count, fmt.group_rows) for (rows, _), count, fmt in zip(shapes, (2, 2, 3), kinds, strict=True)]
+        assert heights == ([256, 256, 128] if formats.gate_up.group_rows > 1 else [192, 192, 128])
+        pages = [
+            torch.zeros(page_bytes(fmt, rows, columns), dtype=torch.uint8)
+            for fmt, rows, (_, columns), count in zip(kinds, heights, shapes, (2, 2, 3), strict=True)
+            for _ in range(count)
+        ]
+        reader.expert_packed(0, 5, pages, (2, 3))
+        for own, fmt, rows, whole, (_, columns) in zip((pages[:2], pages[2:4], pages[4:]), kinds, heights, codes, shapes, strict=True):
+            read = torch.cat([dequantize(unpack(page, fmt, rows, columns), fmt) for page in own])
+            assert torch.equal(read[: len(whole.values)], dequantize(whole, fmt))
 
 
 def test_what_a_device_computes_with_is_the_dtype_of_plain_weights(tmp_path: Path) -> None:

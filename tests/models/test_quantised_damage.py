@@ -143,6 +143,57 @@ def test_a_global_scale_that_means_nothing(value: float, checkpoints: Callable[[
         reader.expert(0, 3)
 
 
+def wild(scales: Tensor, value: int) -> Tensor:
+    """One scale, the last, replaced by bits that are no finite number."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[scales.itemsize]
+    flat = scales.clone().reshape(-1)
+    flat.view(bits)[-1] = value
+    return flat.view(scales.shape)
+
+
+NAN, INF = {"f32": 0x7FC00000, "f16": 0x7E00, "bf16": 0x7FC0}, {"f32": 0x7F800000, "f16": -0x400, "bf16": 0x7F80}
+WILD = [
+    *(("fp8-f32", "weight_scale_inv", bits["f32"]) for bits in (NAN, INF)),
+    ("fp8-bf16", "weight_scale_inv", NAN["bf16"]),
+    ("fp8-e8m0", "weight_scale_inv", 255),
+    *(("gptq", "scales", bits["f16"]) for bits in (NAN, INF)),
+    ("awq", "scales", INF["f16"]),
+    *(("int4", "weight_scale", bits["bf16"]) for bits in (NAN, INF)),
+    ("int8", "weight_scale", NAN["f32"]),
+    ("fp8-channel", "weight_scale", NAN["bf16"]),
+    ("nvfp4", "weight_scale", 0xFF),
+    ("mxfp4", "weight_scale", 255),
+    ("modelopt", "weight_scale", 0x7F),
+]
+
+
+@pytest.mark.parametrize(("name", "suffix", "value"), WILD)
+def test_scales_that_are_no_finite_numbers(name: str, suffix: str, value: int, checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    """Such a matrix would turn all that follows into NaN: it is refused by its tensor's name, whoever reads it, however it is read."""
+    tensors = load_file(checkpoints(name) / "model.safetensors")
+
+    def change(found: dict[str, Tensor]) -> None:
+        for module in (EXPERT, QUERY):
+            found[f"{module}.{suffix}"] = wild(tensors[f"{module}.{suffix}"], value)
+
+    with CheckpointReader(changed(checkpoints(name), tmp_path, change)) as reader:
+        reader.expert(0, 2)
+        formats = reader.formats.experts[0]
+        assert formats is not None
+        pages = [torch.zeros(1 << 14, dtype=torch.uint8) for _ in range(3)]
+        reader.expert_packed(0, 2, pages)
+        ways: list[Callable[[], object]] = [
+            lambda: reader.expert(0, 3),
+            lambda: reader.expert_codes(0, 3),
+            lambda: reader.expert_packed(0, 3, pages),
+        ]
+        for read in ways:
+            with pytest.raises(CheckpointError, match=rf"model\.safetensors.*{EXPERT}\.{suffix}' that is not a finite number"):
+                read()
+        with pytest.raises(CheckpointError, match=rf"{QUERY}\.{suffix}' that is not a finite number"):
+            reader.dense_view(f"{QUERY}.weight")
+
+
 def test_tensors_that_belong_to_a_matrix_and_are_not_needed(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     def more(tensors: dict[str, Tensor]) -> None:
         tensors[f"{QUERY}.input_scale"] = torch.ones(1)

@@ -224,6 +224,9 @@ def test_everything_else_is_refused_in_words(block: dict[str, Any], message: str
     with pytest.raises(CheckpointError, match=message) as caught:
         ModelConfig.from_dict(tiny_config("qwen3_moe", quantization_config=block), where="some/config.json")
     assert str(caught.value).startswith("some/config.json: quantization_config")
+    if "not supported" in str(caught.value):
+        assert "Supported: " in str(caught.value.hint) and "FP8" in str(caught.value.hint)
+    assert caught.value.hint, "what to do next"
 
 
 def test_a_refusal_names_what_is_supported() -> None:

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantised import KINDS, foreign_imports, write_quantised_checkpoint
+from quantised import KINDS, compressed_decode, foreign_imports, write_quantised_checkpoint
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import FAMILIES, HYBRIDS, write_tiny_checkpoint
 
 from rimuru_models.errors import CheckpointError, NoSpaceError, UsageError
 from rimuru_models.quantizer.feedback import feedback_factor, quantize_with_feedback
 from rimuru_models.quantizer.groups import best_scales, dequantize_groups, group_of, pack_words, quantize_groups, unpack_words
-from rimuru_models.quantizer.layout import Bits, Recipe, check_source
-from rimuru_models.quantizer.make import NOTE, finished_copy, quantize_checkpoint
+from rimuru_models.quantizer.layout import Recipe, check_source
+from rimuru_models.quantizer.make import finished_copy, quantize_checkpoint
+from rimuru_models.quantizer.note import NOTE
 from rimuru_models.readers import open_reader
+from rimuru_models.tensor_map import names_of
 from rimuru_models.weights import CheckpointReader
 
 TOKENS = torch.randint(0, 128, (80,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -70,7 +75,8 @@ def test_weights_that_are_no_numbers_are_said_to_be(to: str, name: str, tmp_path
     if to == "int8" and "experts" not in name:
         copy_of(source, tmp_path / "copy", Recipe.of(to))  # what is only copied is copied
         return
-    with pytest.raises(CheckpointError, match=r"not (a )?finite"):
+    which = r"the up projection of expert 2 in layer 1 has a weight that is not a finite" if "experts" in name else "not finite"
+    with pytest.raises(CheckpointError, match=which):
         copy_of(source, tmp_path / "copy", Recipe.of(to))
 
 
@@ -140,23 +146,34 @@ def test_every_family_is_copied_and_read(family: str, to: str, tmp_path: Path) -
     assert (config["quant_method"], config["format"]) == ("compressed-tensors", "pack-quantized")
     assert any(module.endswith("self_attn.q_proj") or "in_proj" in module for module in config["ignore"])
     assert not any(module.startswith("model.layers.") and ".experts." in module for module in config["ignore"])
+    (group,) = config["config_groups"].values()
+    stored = {name: tensor for path in copy.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    with CheckpointReader(copy) as quantised:
+        layer = quantised.config.moe_layers[-1]
+        modules = [
+            name.removesuffix(".weight_packed") for piece in quantised.expert_tensors(layer).per_expert[3] for name in names_of(piece)
+        ]
+        modules = [module for module in modules if not module.endswith((".weight_scale", ".weight_shape"))]
+        for module, ours in zip(modules, quantised.expert(layer, 3), strict=True):
+            assert re.match(group["targets"][0].removeprefix("re:"), module)
+            tensors = {suffix: stored[module + suffix] for suffix in (".weight_packed", ".weight_scale", ".weight_shape")}
+            assert torch.equal(compressed_decode(tensors, config, True), ours), "compressed-tensors reads something else"
     names = json.loads((copy / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
     assert set(names) == set().union(*(load_file(path) for path in copy.glob("*.safetensors")))
 
 
 @pytest.mark.filterwarnings("ignore:You passed")
-@pytest.mark.parametrize("bits", [4, 8])
-def test_transformers_reads_the_copy_as_we_do(bits: Bits, tmp_path: Path, transformers_module: Any, resident_run: Any) -> None:
-    sizes = {"moe_intermediate_size": 96, "shared_expert_intermediate_size": 64}
-    source = write_tiny_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=2, **sizes)
-    copy = copy_of(source, tmp_path / "copy", Recipe(bits, 32, feedback=False))
+@pytest.mark.parametrize("asked", [True, False])
+@pytest.mark.parametrize("family", [family for family in (*FAMILIES, *HYBRIDS) if family != "granitemoehybrid"])
+def test_transformers_reads_the_copy_as_we_do(
+    family: str, asked: bool, tmp_path: Path, transformers_module: Any, resident_run: Any
+) -> None:
+    """Experts of 48 columns have no whole groups of 32, and transformers takes one scheme for all. (Granite is fused there.)"""
+    source = write_tiny_checkpoint(tmp_path / "plain", family)
+    copy = copy_of(source, tmp_path / "copy", Recipe(4 if asked else 8, 32, feedback=False))
+    options = {"quantization_config": transformers_module.CompressedTensorsConfig(dequantize=True)} if asked else {}
     with foreign_imports():
-        model = transformers_module.AutoModelForCausalLM.from_pretrained(
-            copy,
-            dtype=torch.float32,
-            attn_implementation="eager",
-            quantization_config=transformers_module.CompressedTensorsConfig(dequantize=True),
-        )
+        model = transformers_module.AutoModelForCausalLM.from_pretrained(copy, dtype=torch.float32, attn_implementation="eager", **options)
     tokens = torch.tensor(TOKENS[:24])
     with torch.inference_mode():
         expected = model.eval()(tokens[None]).logits[0]
@@ -216,6 +233,34 @@ def test_what_was_damaged_is_made_again(name: str, left: int | None, cut_short: 
     assert looked_at and not any(looked_at), "half a copy looked like a model"
 
 
+def test_small_files_follow_the_original(tmp_path: Path) -> None:
+    source = write_tiny_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=1)
+    (source / "additional_chat_templates").mkdir()
+    templates = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    for content in ("{{ 1 }}", "{{ 2 }}"):
+        for name in templates:
+            (source / name).write_text(content, encoding="utf-8")
+        copy = copy_of(source, tmp_path / "copy", Recipe.of("int8"))
+        assert all((copy / name).read_text("utf-8") == content for name in templates)
+        with CheckpointReader(source) as reader:
+            assert finished_copy(reader, copy, Recipe.of("int8"), "a source")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells how much of a process's memory is files")
+@pytest.mark.parametrize("to", ["int8", "int4"])
+def test_of_a_large_model_only_a_layer_is_in_memory(to: str, tmp_path: Path) -> None:
+    """What was read of the mapped original does not stay: eight layers take no more than one."""
+    sizes = {"num_layers": 8, "hidden_size": 128, "moe_intermediate_size": 256, "num_experts": 24}
+    source = write_tiny_checkpoint(tmp_path / "plain", "qwen3_moe", **sizes)
+    file_bytes = (source / "model.safetensors").stat().st_size
+    small = write_tiny_checkpoint(tmp_path / "small", "qwen3_moe", num_layers=1)
+    copy_of(small, tmp_path / "first", Recipe.of(to))  # libraries are files, too
+    process, heights = psutil.Process(), []
+    before = process.memory_info().shared
+    copy_of(source, tmp_path / "copy", Recipe.of(to), lambda *_: heights.append(process.memory_info().shared - before))
+    assert file_bytes > 70e6 and max(heights) < 0.3 * file_bytes
+
+
 def test_a_full_disk_is_said_in_words_and_keeps_what_is_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_tiny_checkpoint(tmp_path / "plain", "qwen3_moe")
     usage = shutil.disk_usage(tmp_path)
@@ -245,8 +290,13 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path: Path) -> Non
             copy_of(source, target, Recipe.of("int8"))
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
     copy_of(source, tmp_path / "copy", Recipe.of("int8"))
-    with pytest.raises(UsageError, match="something else"):
+    with pytest.raises(UsageError, match="another copy: it was made or begun as int8 in groups of 128"):
         copy_of(source, tmp_path / "copy", Recipe.of("int4"))
+    noted = json.loads((tmp_path / "copy" / NOTE).read_text("utf-8"))
+    for field, why in (("source", "its original is another model, or has changed since"), ("version", "another version of rimuru")):
+        (tmp_path / "copy" / NOTE).write_text(json.dumps(noted | {field: 0}), encoding="utf-8")
+        with pytest.raises(UsageError, match=why):
+            copy_of(source, tmp_path / "copy", Recipe.of("int8"))
     (tmp_path / "copy" / NOTE).write_text("[", encoding="utf-8")
     with pytest.raises(UsageError, match="there already"):
         copy_of(source, tmp_path / "copy", Recipe.of("int8"))
@@ -267,3 +317,12 @@ def test_recipes_that_are_not_made(to: str, group: int | None) -> None:
 
 def test_groups_fill_rows_exactly() -> None:
     assert [group_of(columns, 32) for columns in (576, 48, 1408, 100)] == [32, 16, 32, 4]
+
+
+def test_groups_of_one_size_fill_the_rows_of_all_matrices(tmp_path: Path) -> None:
+    source = write_tiny_checkpoint(tmp_path / "plain", "qwen3_moe", num_layers=1, hidden_size=96, moe_intermediate_size=40)
+    with CheckpointReader(source) as reader:
+        assert [Recipe.of("int4", group).fitting(reader.config).group for group in (32, 64, 128)] == [8, 8, 8]
+    with CheckpointReader(copy_of(source, tmp_path / "copy", Recipe.of("int4"))) as copy:
+        formats = copy.formats.experts[0]
+        assert formats is not None and formats.gate_up.group == formats.down.group == 8
