@@ -22,8 +22,11 @@ Progress = Callable[[str, int, int], None]
 TransferProgress = Callable[[str, int, int, str], None]
 
 _CODES: dict[Style, str] = {"dim": "2", "bold": "1", "red": "31", "yellow": "33", "green": "32", "cyan": "36"}
-# C0 and C1 control characters except newline and tab: a terminal would obey them. A carriage return is dropped, as in a Windows line end.
-_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A, 0x0D)} | {0x0D: ""}
+_TURNS = (*range(0x202A, 0x202F), *range(0x2066, 0x206A))
+CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0), *_TURNS) if code not in (0x09, 0x0A, 0x0D)} | {0x0D: ""}
+"""For `str.translate`. C0 and C1 control characters except newline and tab: a terminal would obey them. Marks that change the direction of
+what follows: a name must not look like another. A carriage return is dropped, as in a Windows line end."""
+_WIDTHLESS = ("Mn", "Me", "Cf")
 _REDRAW_SECONDS = 0.1
 
 
@@ -75,10 +78,13 @@ class Output:
         Raises:
             ReaderGone: the reading end of the pipe was closed.
         """
+        self._put(text.translate(CONTROLS) if is_terminal(self.stdout) else text)
+
+    def _put(self, text: str) -> None:
         if self._bar is not None:
             self._bar.wipe()  # both streams may be one terminal
         try:
-            self.stdout.write(text.translate(_CONTROLS) if is_terminal(self.stdout) else text)
+            self.stdout.write(text)
             self.stdout.flush()
         except BrokenPipeError as error:
             raise ReaderGone from error
@@ -93,12 +99,8 @@ class Output:
         Raises:
             ReaderGone: the reading end of the pipe was closed.
         """
-        clean = [(text.translate(_CONTROLS), style) for text, style in pieces] if is_terminal(self.stdout) else pieces
-        try:
-            self.stdout.write("".join(self.paint(text, style, self.stdout) for text, style in clean) + "\n")
-            self.stdout.flush()
-        except BrokenPipeError as error:
-            raise ReaderGone from error
+        clean = [(text.translate(CONTROLS), style) for text, style in pieces] if is_terminal(self.stdout) else pieces
+        self._put("".join(self.paint(text, style, self.stdout) for text, style in clean) + "\n")
 
     def emit(self, value: object, *, compact: bool = False) -> None:
         """Write one JSON value to stdout; compact puts it on a single line (NDJSON). NaN and infinities become null."""
@@ -112,7 +114,7 @@ class Output:
         """Write text to stderr without a newline. A stderr that takes nothing (gone, full) is not an error."""
         if self._bar is not None:
             self._bar.wipe()  # it comes back with its next update, below the note
-        clean = text.translate(_CONTROLS) if is_terminal(self.stderr) else text
+        clean = text.translate(CONTROLS) if is_terminal(self.stderr) else text
         with contextlib.suppress(OSError):
             self.stderr.write(self.paint(clean, style, self.stderr))
             self.stderr.flush()
@@ -184,9 +186,13 @@ class _Bar:
             share = format_share(min(done / total, 1.0))
             layouts = [f"{stage}  {bar(done / total, width)}  {amount}" for width in (24, 10)] + [f"{stage}  {share}", share]
         text = next((layout for layout in layouts if display_width(layout) <= columns), layouts[-1])
-        text = text.translate(_CONTROLS).replace("\n", " ")[:columns].rstrip()
-        self._write("\r" + text.ljust(self.width))
-        self.width = len(text)
+        text = text.translate(CONTROLS).replace("\n", " ")[:columns]
+        while display_width(text) > columns:
+            text = text[:-1]
+        text = text.rstrip()
+        width = display_width(text)
+        self._write("\r" + text + " " * (self.width - width))
+        self.width = width
 
     def wipe(self) -> None:
         if self.width:
@@ -252,8 +258,10 @@ def format_share(share: float | None) -> str:
 
 
 def display_width(text: str) -> int:
-    """Columns that the text takes on a terminal: wide characters count two, combining ones none."""
-    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+    """Columns that the text takes on a terminal: wide characters count two, marks on others and joiners none."""
+    if text.isascii():
+        return len(text)
+    return sum(0 if unicodedata.category(c) in _WIDTHLESS else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

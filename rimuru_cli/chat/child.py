@@ -124,6 +124,8 @@ class Child:
             if isinstance(message, protocol.Stop):
                 self._stop.set()
                 continue
+            if isinstance(message, protocol.Say):
+                self._stop.clear()  # here, not when its turn comes: the next line may be a Stop that means it
             self._waiting.put(message)  # type: ignore[arg-type]  # the window sends nothing else
             if isinstance(message, protocol.Leave):
                 self._stop.set()
@@ -142,7 +144,6 @@ class Child:
                 message = self._waiting.get()
                 if isinstance(message, protocol.Leave):
                     return 0
-                self._stop.clear()
                 if isinstance(message, protocol.Say) and self._obey_or_ask(session, message.text) == "leave":
                     self._line.send(protocol.Left())
                     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import stat
 import tempfile
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -54,10 +55,12 @@ class Conversation:
         """Write everything to a JSON file, whole or not at all.
 
         Raises:
-            UsageError: the file exists and overwrite is False, or its folder does not exist.
+            UsageError: the file exists and overwrite is False, it is a folder or a device, or its folder does not exist.
         """
         if file.is_dir():
             raise UsageError(f"{file} is a folder.", hint="Name a file in it.")
+        if file.exists() and not file.is_file():
+            raise UsageError(f"{file} is not a regular file, so nothing is saved there.")
         if file.exists() and not overwrite:
             raise UsageError(f"{file} exists already.", hint=f"Overwrite it with: /save! {file}")
         document = {
@@ -69,8 +72,7 @@ class Conversation:
             "params": params,
             "messages": [_message_to_dict(message) for message in self.messages],
         }
-        # Models and pasted text may hold lone surrogates, which no UTF-8 file can.
-        write_whole(file, json.dumps(document, ensure_ascii=False, indent=2).translate(_SURROGATES) + "\n")
+        write_whole(file, whole_characters(json.dumps(document, ensure_ascii=False, indent=2)) + "\n")
 
     @classmethod
     def load(cls, file: Path) -> tuple[Conversation, dict[str, Any]]:
@@ -81,9 +83,14 @@ class Conversation:
             UsageError: it is not a conversation, or one of a newer version; says what is wrong.
         """
         try:
-            if file.stat().st_size > _MAX_FILE_BYTES:
+            found = file.stat()
+            if not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):  # such as a device, which never ends
+                raise UsageError(f"{file} is not a regular file.")
+            if found.st_size > _MAX_FILE_BYTES:
                 raise UsageError(f"{file} is too large to be a conversation.")
             document = json.loads(file.read_bytes().decode("utf-8"))
+        except UsageError:  # a ValueError, too
+            raise
         except FileNotFoundError as error:
             raise NotFoundError(f"There is no file {file}.") from error
         except OSError as error:
@@ -99,7 +106,9 @@ class Conversation:
             raise UsageError(f'{file}: "system", "params" or "messages" has the wrong type.')
         if len(messages) % 2:
             raise UsageError(f"{file} ends with a question that has no answer.", hint="Take the last message out, and ask it yourself.")
-        return cls(system, [_message_from(file, i, entry) for i, entry in enumerate(messages)]), params
+        return cls(
+            whole_characters(system) if system is not None else None, [_message_from(file, i, entry) for i, entry in enumerate(messages)]
+        ), params
 
 
 def _message_to_dict(message: Message) -> dict[str, Any]:
@@ -118,16 +127,23 @@ def _message_from(file: Path, index: int, entry: object) -> Message:
     content, reasoning, stopped = entry.get("content"), entry.get("reasoning", ""), entry.get("stopped", False)
     if not isinstance(content, str) or not isinstance(reasoning, str) or not isinstance(stopped, bool):
         raise UsageError(f"{file}: message {index + 1} has a field of the wrong type.")
-    return Message("user" if expected == "user" else "assistant", content, reasoning, stopped)
+    role: Literal["user", "assistant"] = "user" if expected == "user" else "assistant"
+    return Message(role, whole_characters(content), whole_characters(reasoning), stopped)
+
+
+def whole_characters(text: str) -> str:
+    """The text with halves of surrogate pairs replaced: no tokenizer and no UTF-8 file takes them."""
+    return text.translate(_SURROGATES)
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text file so that at any moment either the old or the new content is there.
+    """Write a text file so that at any moment either the old or the new content is there. Of a link, what it points to is written.
 
     Raises:
         UsageError: the folder does not exist or is not writable.
     """
     temporary: str | None = None
+    file = Path(os.path.realpath(file))
     try:
         descriptor, temporary = tempfile.mkstemp(prefix=f".{file.name}.", dir=file.parent)
         with os.fdopen(descriptor, "w", encoding="utf-8", newline="\n") as stream:

@@ -72,7 +72,7 @@ class PromptReader:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.completion import CompleteEvent, Completer, Completion
         from prompt_toolkit.document import Document
-        from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+        from prompt_toolkit.history import FileHistory
         from prompt_toolkit.output import create_output
 
         class SlashCompleter(Completer):
@@ -81,18 +81,32 @@ class PromptReader:
                 start = len(before) - before.rfind(" ") - 1
                 return [Completion(word, start_position=-start) for word in words(before)]
 
+        class Forgiving(FileHistory):
+            """A file that cannot be read or written (any more) is no reason to lose what was typed."""
+
+            def load_history_strings(self) -> Iterable[str]:
+                with contextlib.suppress(OSError):
+                    return super().load_history_strings()
+                return []
+
+            def store_string(self, string: str) -> None:
+                with contextlib.suppress(OSError):
+                    super().store_string(string)
+
         self.notice: str | None = None
-        history: History
         try:
             _make_private(history_file)
-            history = FileHistory(str(history_file))
         except OSError as error:
             self.notice = f"what you type is not remembered: {history_file} cannot be written ({error.strerror})"
-            history = InMemoryHistory()
         # The editor draws on stderr: stdout is for answers, and may be a file.
         screen = create_output(stdout=sys.stderr if is_terminal(sys.stderr) else sys.stdout)
         self._session: PromptSession[str] = PromptSession(
-            history=history, completer=SlashCompleter(), complete_while_typing=False, output=screen, enable_open_in_editor=True
+            history=Forgiving(str(history_file)),
+            completer=SlashCompleter(),
+            complete_while_typing=False,
+            output=screen,
+            enable_open_in_editor=True,
+            enable_suspend=True,
         )
 
     def read_line(self, prompt: str) -> str:

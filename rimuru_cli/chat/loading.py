@@ -14,9 +14,9 @@ from rimuru_cli.chat.answer import EngineLike
 from rimuru_cli.chat.conversation import Conversation
 from rimuru_cli.chat.interrupt import loading_libraries
 from rimuru_cli.chat.session import ChatSession, Speech
-from rimuru_cli.output import Output
+from rimuru_cli.output import Output, format_bytes
 from rimuru_cli.settings import MemorySize, Settings
-from rimuru_models.errors import NotFoundError, RimuruError, UsageError
+from rimuru_models.errors import CheckpointError, NotFoundError, RimuruError, UsageError
 
 if TYPE_CHECKING:
     from rimuru_cli.chat.speech import ModelSpeech
@@ -81,15 +81,32 @@ def open_parts(name: str | None, settings: Settings, out: Output, *, chat: bool)
             from rimuru_cli.hub.resolve import resolve_model
             from rimuru_cli.hub.usage import record_use
         resolved = resolve_model(name, progress=progress)
-        resolved = quantized(resolved, settings["quant"], progress)
+        try:
+            resolved = quantized(resolved, settings["quant"], progress)
+        except UsageError as error:  # the wish may be a setting of long ago, and no flag
+            raise UsageError(error.what, hint="Name the original model, or take this one as it is: --quant none.") from error
         speech = ModelSpeech(resolved.path, resolved.name)
         if chat:
             _ = speech.template  # a broken template must show before the weights are read
-        engine = Engine.load(resolved.path, engine_config(resolved, settings, out), progress)
+        with _of_a_copy(resolved):
+            engine = Engine.load(resolved.path, engine_config(resolved, settings, out), progress)
     record_use(resolved.path)
     engine.info = replace(engine.info, model=resolved.name)
     engine.eos_ids |= speech.tokenizer.eos_ids
     return resolved, engine, speech
+
+
+@contextlib.contextmanager
+def _of_a_copy(resolved: ResolvedModel) -> Iterator[None]:
+    """A damaged copy of our own is not downloaded again, but made again."""
+    from rimuru_cli.hub.paths import quantized_dir
+
+    try:
+        yield
+    except CheckpointError as error:
+        if resolved.path.parent != quantized_dir():
+            raise
+        raise CheckpointError(error.what, hint="Type the rimuru quantize that made this copy: it makes again what is damaged.") from error
 
 
 def quantized(resolved: ResolvedModel, to: str | None, progress: Callable[[str, int, int], None]) -> ResolvedModel:
@@ -192,9 +209,11 @@ def read_text_file(file: Path, limit_bytes: int = 256 * 2**20) -> str:
     from rimuru_cli.chat.repl import decode_utf8
 
     try:
-        if file.is_file() and file.stat().st_size > limit_bytes:
-            raise UsageError(f"{file} is larger than {limit_bytes >> 20} MiB.")
-        return decode_utf8(file.read_bytes(), str(file))
+        with file.open("rb") as stream:  # a pipe tells no size beforehand, and a device may never end
+            raw = stream.read(limit_bytes + 1)
+        if len(raw) > limit_bytes:
+            raise UsageError(f"{file} is larger than {format_bytes(limit_bytes)}.")
+        return decode_utf8(raw, str(file))
     except FileNotFoundError as error:
         raise NotFoundError(f"There is no file {file}.", hint="Check the path.") from error
     except OSError as error:
@@ -230,6 +249,7 @@ def opened_session(
         session = ChatSession(loaded.engine, loaded.speech, Conversation(system), settings.sampling())
         session.think, session.stop, session.notices = settings["think"], stop, notices
         session.engine_notices = loaded.engine.info.notices
+        session.flags = {name for name in session.overrides if settings.origins[name].source == "flag"}
         if chat and settings["think"] is not None and not loaded.speech.can_think:
             out.warn("this model has no reasoning to switch on or off, so --think and --no-think do nothing")
         yield session

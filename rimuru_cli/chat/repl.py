@@ -71,8 +71,9 @@ class Repl:
                 return bool(interrupt)
 
             turn = self.session.regenerate(stop_now) if question is None else self.session.ask(question, stop_now)
-            with prompt_progress(turn.stream, self.out):
-                stream_pieces(self.session.pieces(turn), self.out)
+            # Closed at once if the answer cannot be written: its request must not go on behind the next one.
+            with prompt_progress(turn.stream, self.out), contextlib.closing(self.session.pieces(turn)) as pieces:
+                stream_pieces(pieces, self.out)
             answer = self.session.settle(turn)
         self._say_how_it_went(turn, answer)
         # A second Ctrl-C that came before the step was through leaves as it would have at the prompt.

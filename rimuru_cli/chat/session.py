@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rimuru_cli.chat.answer import Answer, AnswerStream, EngineLike, PieceReader
-from rimuru_cli.chat.conversation import Conversation, Message
+from rimuru_cli.chat.conversation import Conversation, Message, whole_characters
 from rimuru_cli.settings import BY_NAME, SETTINGS, checked
 from rimuru_models.errors import UsageError
 
@@ -60,6 +60,7 @@ class ChatSession:
 
     Attributes:
         overrides: sampling settings that somebody set; all others are the model's own.
+        flags: names of those that the command line set, and nobody since.
         think: whether a model that can reason does so; None leaves it to the model.
         stop: strings that end an answer.
         notices: what the person should know about this model and how it runs; engine_notices: those of them that come from the engine.
@@ -71,6 +72,7 @@ class ChatSession:
     speech: Speech
     conversation: Conversation = field(default_factory=Conversation)
     overrides: dict[str, Any] = field(default_factory=dict)
+    flags: set[str] = field(default_factory=set)
     think: bool | None = None
     stop: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
@@ -131,17 +133,18 @@ class ChatSession:
         """Forget a turn that failed."""
         self.conversation.messages = turn.undo
 
-    def pieces(self, turn: Turn) -> Iterator[TextDelta]:
-        """The pieces of a turn; if the engine fails meanwhile, the turn is forgotten."""
+    def pieces(self, turn: Turn) -> Generator[TextDelta, None, None]:
+        """The pieces of a turn; if the engine fails meanwhile, or the iterator is closed early, the turn is forgotten."""
         try:
             yield from turn.stream
-        except Exception:
+        except BaseException:  # also when whoever takes the pieces cannot go on
             self.abandon(turn)
             raise
 
     def clear(self) -> None:
         """Forget everything that was said; the system prompt stays."""
         self.conversation = Conversation(self.conversation.system)
+        self.last_prompt = self.last_answer = None
 
     def used_tokens(self) -> int:
         """Tokens that the conversation takes in the context now."""
@@ -161,10 +164,22 @@ class ChatSession:
             raise UsageError(f"There is no sampling setting {name!r}.", hint="There are: " + ", ".join(SAMPLING_NAMES))
         if value.lower() in ("default", "none"):
             self.overrides.pop(name, None)
+            self.flags.discard(name)
             return
         changed = {**self.overrides, name: checked(BY_NAME[name], value, name)}
         self.speech.sampling(changed)  # a combination that is refused must not stay
         self.overrides = changed
+        self.flags.discard(name)
+
+    def set_system(self, text: str | None) -> None:
+        """Change or remove the system prompt.
+
+        Raises:
+            UsageError: it is not valid Unicode, so nothing could be asked under it.
+        """
+        if text is not None and whole_characters(text) != text:
+            raise UsageError("The text is not valid Unicode (it contains half of a surrogate pair).")
+        self.conversation.system = text
 
     def renew_notices(self) -> tuple[str, ...]:
         """Take over what the engine has to say after a change; returns the notices that are new."""
@@ -179,16 +194,24 @@ class ChatSession:
         self.conversation.save(file, model=self.engine.info.model, params=self.overrides, overwrite=overwrite)
 
     def load(self, file: Path) -> list[str]:
-        """Take conversation and settings from a file; all or nothing. Returns what in it was left out."""
+        """Take conversation and settings from a file; all or nothing. Flags of the command line win.
+
+        Returns:
+            what in it was left out, in words.
+        """
         conversation, params = Conversation.load(file)
         overrides: dict[str, Any] = {}
         ignored = []
+        given = {name: self.overrides[name] for name in self.flags if name in self.overrides}
         for name, value in params.items():
             if name in SAMPLING_NAMES and value is not None:
                 overrides[name] = checked(BY_NAME[name], value, f"{name} in {file}")
             else:
                 ignored.append(f"unknown setting {name!r} in {file} was left out")
-        self.conversation, self.overrides = conversation, overrides
+        for name, value in given.items():
+            if name in overrides and overrides[name] != value:
+                ignored.append(f"{name} stays {value}, as on the command line; {file} has {overrides[name]}")
+        self.conversation, self.overrides = conversation, {**overrides, **given}
         return ignored
 
     def param_rows(self) -> list[tuple[str, Any, str]]:

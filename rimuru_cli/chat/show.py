@@ -41,7 +41,8 @@ def timings_line(timings: Timings, hit_rate: float | None, snapshot: Snapshot) -
     prompt = f"prompt {timings.prompt_tokens:,} tok"
     if timings.cached_tokens:
         prompt += f" ({timings.cached_tokens:,} cached)"
-    prompt += f" {_rate(timings.computed_tokens, timings.prompt_seconds)}"
+    # Not computed_tokens: those of the answer are among them.
+    prompt += f" {_rate(timings.prompt_tokens - timings.cached_tokens, timings.prompt_seconds)}"
     # The first token comes out of the prompt's last step, so its time belongs to the prompt.
     answer = f"answer {timings.generated_tokens:,} tok {_rate(timings.generated_tokens - 1, timings.generation_seconds)}"
     parts = [prompt, answer, f"TTFT {timings.ttft_seconds:.2f} s", f"hits {format_share(hit_rate)}", pool_split(snapshot)]

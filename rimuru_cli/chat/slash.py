@@ -42,12 +42,10 @@ def obey(message: str, session: ChatSession, out: Output) -> After:
     Raises:
         UsageError: no such command (with the nearest one) or a wrong argument.
     """
-    name, _, argument = message.partition(" ")
-    if "\n" in name:
-        name, _, argument = message.partition("\n")
+    name, argument = [*message.split(maxsplit=1), ""][:2]
     command = COMMANDS.get(name.lower())
     if command is None:
-        close = get_close_matches(name.lower(), COMMANDS, n=1, cutoff=0.5)
+        close = get_close_matches(name.lower(), [known for known in COMMANDS if known != "/?"], n=1, cutoff=0.5)
         hint = (f"Did you mean {close[0]}? " if close else "") + "/help lists all. To send a message that begins with a slash, type two."
         raise UsageError(f"There is no command {name[:40]}.", hint=hint)
     return command.act(session, out, argument.strip())
@@ -89,9 +87,9 @@ def _regenerate(session: ChatSession, out: Output, argument: str) -> After:
 
 def _system(session: ChatSession, out: Output, argument: str) -> After:
     if argument.lower() == "none":
-        session.conversation.system = None
+        session.set_system(None)
     elif argument:
-        session.conversation.system = argument
+        session.set_system(argument)
     system = session.conversation.system
     out.note(f"System prompt: {system}" if system else "No system prompt.", "dim")
     return "stay"
@@ -99,10 +97,10 @@ def _system(session: ChatSession, out: Output, argument: str) -> After:
 
 def _set(session: ChatSession, out: Output, argument: str) -> After:
     if argument:
-        name, _, value = argument.replace("=", " ", 1).partition(" ")
-        if not value.strip():
+        name, value = [*argument.replace("=", " ", 1).split(maxsplit=1), ""][:2]
+        if not value:
             raise UsageError("A value is missing.", hint="For example: /set temperature 0.7, or /set temperature default")
-        session.set_param(name, value.strip())
+        session.set_param(name, value)
     for name, value, source in session.param_rows():
         mark = "" if source == "model" else "  (set)"
         out.note(f"  {name:<20} {'-' if value is None else value}{mark}")

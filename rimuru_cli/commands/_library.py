@@ -15,6 +15,7 @@ from rimuru_models.headers import DTYPE_BITS
 from rimuru_models.quantization.precision import Precision
 
 if TYPE_CHECKING:
+    from rimuru_cli.hub.inspection import Inspection
     from rimuru_cli.hub.library import LibraryModel
     from rimuru_cli.hub.removal import Removal
 
@@ -34,6 +35,8 @@ def print_models(models: Sequence[LibraryModel], cache: Path, out: Output, *, ev
         out.line(_fitting_table([_row(model) for model in shown], terminal_columns(out.stdout) if is_terminal(out.stdout) else None))
     else:
         _print_nothing_here(cache, out)
+    if any(model.status == "ready" for model in shown):
+        out.note("Keys and values (KV) are F32 on a CPU and the model's own numbers on a GPU, or take 8 bits (--kv q8).", "dim")
     for model in shown:
         if model.status == "incomplete":
             ways = {"demo": "rimuru chat builds it again", "copy": "the command that began it goes on with it"}
@@ -57,6 +60,8 @@ def model_values(model: LibraryModel) -> dict[str, Any]:
         "unfinished_bytes": model.unfinished_bytes,
         "architecture": look.architecture,
         "precision": look.precision,
+        "dense_precision": look.dense,
+        "kv_precision": _kv_precision(look),
         "experts": None if look.config is None else look.config.num_experts,
         "top_k": None if look.config is None else look.config.top_k,
         "last_used": None if model.last_used is None else model.last_used.isoformat(timespec="seconds"),
@@ -65,6 +70,21 @@ def model_values(model: LibraryModel) -> dict[str, Any]:
         "usable": model.status == "ready",
         "why_not": look.why_not,
     }
+
+
+def _precision(look: Inspection) -> str:
+    """Of the experts, and of the dense part where that is kept otherwise."""
+    if look.precision is None or look.dense is None:
+        return look.precision or "-"
+    return Precision(look.precision, look.dense).words()
+
+
+def _kv_precision(look: Inspection) -> dict[str, str] | None:
+    """What keys and values are stored as unless 8 bits are asked for, by device; None where that is not known."""
+    if look.config is None:
+        return None
+    own = next((name for name in (look.dense, look.precision) if name in ("F32", "F16", "BF16")), "BF16")
+    return {"cpu": "F32", "gpu": own}
 
 
 def _fitting_table(rows: Sequence[Mapping[str, str]], columns: int | None) -> str:
@@ -90,7 +110,7 @@ def _row(model: LibraryModel) -> dict[str, str]:
     return {
         "model": model.name,
         "size": format_bytes(model.size_bytes),
-        "precision": look.precision or "-",
+        "precision": _precision(look),
         "architecture": architecture,
         "last used": age(model.last_used),
         "hotset": profile,
@@ -197,12 +217,21 @@ def _page_table(facts: Mapping[str, Any]) -> str:
         ("... with --kv q8", "kv_q8_bytes_per_token"),
         ("states of a conversation", "state_bytes_per_sequence"),
         ("tokens of a KV page", "block_tokens"),
-        ("tiles of a projection", "tiles_per_projection"),
     ]
     shown = [(label, key) for label, key in names if any(pages[key] for pages in columns.values())]
     kinds = [pages["kv_precision"] for pages in columns.values()]
     rows = [[label, *(f"{pages[key] or 0:,}" for pages in columns.values())] for label, key in shown]
+    uneven = any(pages["layer_tiles"] for pages in columns.values())
+    rows.append(["tiles of gate, up, down" if uneven else "tiles of a projection", *(_tiles(pages) for pages in columns.values())])
     return table(["bytes in memory", *columns], [*rows, ["KV cache stored as", *kinds]])
+
+
+def _tiles(pages: Mapping[str, Any]) -> str:
+    """Into how many row tiles projections are cut: one number, or all that there are where layers or projections differ."""
+    if pages["layer_tiles"] is None:
+        return f"{pages['tiles_per_projection']:,}"
+    kinds = sorted({(layer["gate"], layer["up"], layer["down"]) for layer in pages["layer_tiles"]})
+    return " or ".join(", ".join(map(str, kind)) for kind in kinds)
 
 
 def _print_profile(facts: Mapping[str, Any], out: Output) -> None:

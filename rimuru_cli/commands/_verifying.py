@@ -10,6 +10,7 @@ _AGAINST = {
     "manifest": "the manifest",
     "cache": "the names of the cache's blobs",
     "download metadata": "what was noted when it was downloaded",
+    "copy": "what was noted when they were made",
     "headers": "their own headers only",
 }
 

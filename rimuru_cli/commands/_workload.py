@@ -107,12 +107,13 @@ def workload(
             else "--routing belongs to --simulate: what runs for real chooses by itself."
         )
     with loading_libraries():
+        from rimuru_cli.bench.synthetic import SMALL_SHAPES
         from rimuru_cli.bench.workload import case_study as study
         from rimuru_cli.bench.workload.chart import render_svg
         from rimuru_cli.bench.workload.policies import parse_policies
         from rimuru_cli.bench.workload.run import Setting, device_bytes, run_policies
 
-    ceiling = study.CEILING if model_shape != "tiny" else None
+    ceiling = None if model_shape in SMALL_SHAPES else study.CEILING
     if size is not None:
         ceiling = size.of(device_bytes(simulate))
     setting = Setting(model_shape, ceiling, simulate, sequences=sequences, seed=seed, uniform=routing == "uniform")

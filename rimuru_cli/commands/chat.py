@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from rimuru_cli.commands import _options as options
-from rimuru_cli.output import Output, is_terminal
+from rimuru_cli.commands._window import why_no_window
+from rimuru_cli.output import Output
 from rimuru_models.errors import UsageError
 
 
@@ -50,8 +51,9 @@ def chat(
 
 def _in_a_window(flags: dict[str, object], system_file: Path | None, stop: tuple[str, ...]) -> int:
     """Raises UsageError where there is no terminal."""
-    if not (is_terminal(sys.stdin) and is_terminal(sys.stdout)):
-        raise UsageError("--tui needs a terminal.", hint="Without it, `rimuru chat` also works through a pipe.")
+    unseen = why_no_window()
+    if unseen is not None:
+        raise UsageError(f"--tui needs a terminal: {unseen}.", hint="Without it, `rimuru chat` also works through a pipe.")
     from rimuru_cli.tui.chat_app import run_chat
 
     return run_chat(flags, system_file=system_file, stop=stop)

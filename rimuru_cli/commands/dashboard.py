@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rimuru_cli.output import Output, format_bytes, format_share, is_terminal, table
+from rimuru_cli.commands._window import why_no_window
+from rimuru_cli.output import Output, format_bytes, format_share, table
 
 if TYPE_CHECKING:
     from rimuru_cli.engine.telemetry.frame import Frame
@@ -43,17 +43,17 @@ def dashboard(
     if once:
         _print_one(_source(engine, replay, demo, None, out), out)
         return
-    watching = is_terminal(sys.stdout) and is_terminal(sys.stdin)
-    if not watching and record is None:
-        raise UsageError("The dashboard needs a terminal.", hint="`rimuru dashboard --once` prints one snapshot.")
+    unseen = why_no_window()
+    if unseen is not None and record is None:
+        raise UsageError(f"The dashboard needs a terminal: {unseen}.", hint="`rimuru dashboard --once` prints one snapshot.")
     recorder = None
     if record is not None:
         from rimuru_cli.engine.telemetry.record import Recorder
 
-        recorder = Recorder(record.expanduser(), hz=fps)
+        recorder = Recorder(_at_home(record), hz=fps)
     try:
         source = _source(engine, replay, demo, recorder, out)
-        code = _open_window(source, fps) if watching else _record_only(source, fps, out)
+        code = _open_window(source, fps) if unseen is None else _record_only(source, fps, out)
     finally:
         if recorder is not None:
             recorder.close()
@@ -77,7 +77,7 @@ def _source(engine: int | None, replay: Path | None, demo: bool, recorder: Recor
         from rimuru_cli.engine.telemetry.recording import load_recording
         from rimuru_cli.engine.telemetry.replay import ReplaySource
 
-        recording = load_recording(replay.expanduser())
+        recording = load_recording(_at_home(replay))
         if recording.damage is not None:
             out.warn(f"{replay} is damaged ({recording.damage}); the first {recording.duration:.0f} s of it can be played.")
         return ReplaySource(recording)
@@ -93,6 +93,16 @@ def _source(engine: int | None, replay: Path | None, demo: bool, recorder: Recor
             others = f"Running: {', '.join(map(str, running))}." if running else "Start one with: rimuru chat"
             raise NotFoundError(f"Process {engine} runs no engine of yours that can be watched.", hint=others)
     return source
+
+
+def _at_home(file: Path) -> Path:
+    """The path with ~ worked out. Raises UsageError if there is no such home."""
+    from rimuru_models.errors import UsageError
+
+    try:
+        return file.expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"There is no home folder for {file}.") from error
 
 
 def _open_window(source: FrameSource, fps: float) -> int:
@@ -176,12 +186,14 @@ def snapshot_lines(frame: Frame) -> list[str]:
     ceiling = {"program": engine.program_bytes, "dense": engine.dense_bytes, "workspace": engine.workspace_bytes, "pool": engine.pool_bytes}
     experts = f"{counters.resident_experts:,} of {counters.total_experts:,} experts resident"
     context = f"{counters.context_used:,} of {counters.context_possible:,} tokens of context"
+    lost = f", {counters.states_not_kept:,} states not kept" if counters.states_not_kept else ""
     ttft = "-" if counters.ttft is None else f"{counters.ttft:.2f} s"
     return [
-        f"{engine.model} on {engine.device} ({engine.backend_reason}), {engine.role}, process {engine.pid}",
+        f"{engine.model}, {engine.precision}",
+        f"on {engine.device} ({engine.backend_reason}), {engine.role}, process {engine.pid}",
         f"ceiling {format_bytes(engine.ceiling_bytes)}: " + ", ".join(f"{name} {format_bytes(size)}" for name, size in ceiling.items()),
         *table(["pool", "bytes", "share"], rows).splitlines(),
         f"{experts}, hit rate {format_share(counters.hit_rate)}, {format_bytes(counters.link_bytes)} from the host tier",
-        f"{context}, {counters.running} running, {counters.waiting} waiting",
+        f"{context}, {counters.running} running, {counters.waiting} waiting{lost}",
         f"step {counters.step:,}, prompt {counters.prefill_rate:.1f} t/s, generation {counters.decode_rate:.1f} t/s, first token {ttft}",
     ]

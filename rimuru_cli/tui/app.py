@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Final
 from textual.app import App
 from textual.binding import Binding, BindingType
 from textual.css.query import NoMatches
+from textual.driver import Driver
 from textual.filter import ANSIToTruecolor, NoColor
 from textual.screen import Screen
 
@@ -21,6 +22,7 @@ from rimuru_cli.engine.telemetry.sources import FrameSource
 from rimuru_cli.tui import words
 from rimuru_cli.tui.bridge import FPS, FrameBridge
 from rimuru_cli.tui.ceiling import CeilingDesk
+from rimuru_cli.tui.keys_thread import patient
 from rimuru_cli.tui.messages import CeilingAsked, EnginesListed, FrameArrived, SourceFailed
 from rimuru_cli.tui.palette import Palette, terminal_depth
 from rimuru_cli.tui.screens.dashboard import DashboardScreen
@@ -126,6 +128,10 @@ class RimuruApp(App[int]):
         """Close everything that is not the terminal's. May be called twice, also if the app never ran."""
         self._bridge.stop()
 
+    def get_driver_class(self) -> type[Driver]:
+        """What reads keys and draws."""
+        return patient(super().get_driver_class())
+
     @property
     def running_loop(self) -> asyncio.AbstractEventLoop | None:
         """The loop of the running app."""
@@ -183,6 +189,7 @@ class RimuruApp(App[int]):
         """Say something in the line at the bottom, or in a corner where there is none."""
         views = self.screen.query(PoolView)
         if views:
+            self.clear_notifications()  # what was said in the corner is older
             views.first().tell(text, seconds)
         else:
             self.notify(words.clean(text), markup=False, timeout=seconds)

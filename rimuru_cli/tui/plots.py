@@ -80,8 +80,8 @@ def linear_scale(top: float, unit: str = "", marks: int = 2) -> Scale:
 
 
 def round_up(value: float) -> float:
-    """The next of 1, 2, 2.5, 4, 5, 10 times a power of ten; 1 for nothing."""
-    if not math.isfinite(value) or value <= 0:
+    """The next of 1, 2, 2.5, 4, 5, 10 times a power of ten; 1 for nothing, and for what is as good as nothing."""
+    if not math.isfinite(value) or value < 1e-9:
         return 1.0
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 2, 2.5, 4, 5, 10) if step * power >= value * (1 - 1e-9))

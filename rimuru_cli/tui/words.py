@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import time
 
 from rich.cells import cell_len, set_cell_size
 
 from rimuru_cli.engine.telemetry.frame import BUFFER, CONV, EXPERT, FREE, KV, NOBODY, PROJECTIONS, SSM, TAIL, EngineIdentity, Frame
-from rimuru_cli.output import format_bytes
+from rimuru_cli.output import CONTROLS, format_bytes
 
 KIND_WORDS = {
     FREE: "free",
@@ -19,10 +20,9 @@ KIND_WORDS = {
     TAIL: "page tail",
 }
 _LEVELS = {1: "huge page", 2: "page", 3: "small page"}
-# C0 and C1 controls: text from a model or a checkpoint must not reach the terminal as escape codes.
-_CONTROLS = {code: "\ufffd" for code in (*range(0x20), *range(0x7F, 0xA0)) if code != 0x0A} | {0x09: "    ", 0x0D: ""}
+# Text from a model or a checkpoint must not reach the terminal as escape codes.
 _SURROGATES = dict.fromkeys(range(0xD800, 0xE000), "\ufffd")
-_CLEAN = _CONTROLS | _SURROGATES
+_CLEAN = {**CONTROLS, 0x09: "    ", **_SURROGATES}
 
 
 def clean(text: str) -> str:
@@ -36,7 +36,7 @@ def owner(frame: Frame, page: int) -> str:
     kind, layer, number, part = int(pages.kind[page]), int(pages.layer[page]), int(pages.owner[page]), int(pages.part[page])
     where = f"layer {layer}" if layer != NOBODY else "no layer"
     if kind == EXPERT:
-        return f"{where} · expert {number} · {projection(engine, part)}"
+        return f"{where} · expert {number} · {projection(engine, layer, part)}"
     if kind == KV:
         tokens = f"tokens {part:,}–{part + engine.block_tokens - 1:,}" if part >= 0 else "tokens unknown"
         who = "kept for reuse" if number == NOBODY else f"sequence {number}"
@@ -53,7 +53,7 @@ def short_owner(frame: Frame, page: int, width: int) -> str:
     pages = frame.pages
     kind, layer, number, part = int(pages.kind[page]), int(pages.layer[page]), int(pages.owner[page]), int(pages.part[page])
     if kind == EXPERT:
-        name = projection(frame.engine, part)
+        name = projection(frame.engine, layer, part)
         choices = [f"layer {layer} · expert {number} · {name}", f"L{layer} E{number} {name}", f"L{layer} E{number}", f"{number}"]
     elif kind == KV:
         who = "reuse" if number == NOBODY else f"seq {number}"
@@ -70,12 +70,21 @@ def short_owner(frame: Frame, page: int, width: int) -> str:
     return next((choice for choice in choices if len(choice) <= width), "")
 
 
-def projection(engine: EngineIdentity, part: int) -> str:
-    """ "gate", "up" or "down", with the tile where projections are cut into tiles."""
-    tiles = max(1, engine.tiles)
-    index = part // tiles
-    name = PROJECTIONS[index] if 0 <= index < len(PROJECTIONS) else "part unknown"
-    return name if tiles == 1 else f"{name}, tile {part % tiles + 1} of {tiles}"
+def projection(engine: EngineIdentity, layer: int, part: int) -> str:
+    """ "gate", "up" or "down" of a model layer's expert, with the tile where projections are cut into tiles."""
+    row = engine.moe_layers.index(layer) if layer in engine.moe_layers else 0
+    wide, down = engine.tiles_of(row)
+    for name, tiles in zip(PROJECTIONS, (wide, wide, down), strict=True):
+        if 0 <= part < tiles:
+            return name if tiles == 1 else f"{name}, tile {part + 1} of {tiles}"
+        part -= tiles
+    return "part unknown"
+
+
+def expert_pages(engine: EngineIdentity) -> str:
+    """How many pages an expert has."""
+    counts = {2 * wide + down for wide, down in map(engine.tiles_of, range(engine.num_moe_layers))}
+    return " or ".join(f"{count}" for count in sorted(counts))
 
 
 def level(number: int) -> str:
@@ -130,6 +139,14 @@ def seconds_clock(value: float) -> str:
     """A position in a recording: minutes and seconds."""
     minutes, rest = divmod(int(max(0.0, value)), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def clock(moment: float) -> str:
+    """The time of day of a moment, in seconds since 1970."""
+    try:
+        return time.strftime("%H:%M:%S", time.localtime(moment))
+    except (OSError, OverflowError, ValueError):  # a recording may name a moment that no calendar has
+        return "--:--:--"
 
 
 def tokens_rate(value: float | None) -> str:

@@ -15,12 +15,22 @@ def wrap(text: str, width: int) -> list[str]:
 
     An empty text is one empty line.
     """
+    return wrapped(text, width)[0]
+
+
+def wrapped(text: str, width: int) -> tuple[list[str], list[int]]:
+    """As `wrap`, and where in the text each line begins.
+
+    What is added to the text changes nothing before the last line but one: wrapped from there on, the lines are the same.
+    """
     width = max(1, width)
     if cell_len(text) <= width:
-        return [text]
+        return [text], [0]
     lines: list[str] = []
-    line, used = "", 0
-    for piece in _PIECES.findall(text):
+    starts: list[int] = []
+    line, used, start = "", 0, 0
+    for match in _PIECES.finditer(text):
+        piece, at = match[0], match.start()
         size = cell_len(piece)
         if used + size <= width:
             line, used = line + piece, used + size
@@ -28,14 +38,19 @@ def wrap(text: str, width: int) -> list[str]:
         if piece.isspace():
             # The break swallows it, unless it is the indentation of what follows.
             lines.append(line)
-            line, used = "", 0
+            starts.append(start)
+            line, used, start = "", 0, match.end()
             continue
         if line.strip():
             lines.append(line.rstrip())
-            line, used = "", 0
-        chopped = chop_cells(piece, width) if size > width else [piece]
-        lines.extend(chopped[:-1])
-        line, used = chopped[-1], cell_len(chopped[-1])
+            starts.append(start)
+        for part in chop_cells(piece, width) if size > width else [piece]:
+            if at > match.start():
+                lines.append(line)
+                starts.append(start)
+            line, used, start = part, cell_len(part), at
+            at += len(part)
     if line or not lines:
         lines.append(line)
-    return [part if cell_len(part) <= width else part[:width] for part in lines]
+        starts.append(start)
+    return [part if cell_len(part) <= width else part[:width] for part in lines], starts

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tiny_tokenizer import write_tiny_tokenizer
 
 from rimuru_cli.bench.divergence import SHIPPED_TEXT, run_divergence_bench
 from rimuru_cli.engine.tokenizer import Tokenizer
-from rimuru_models.errors import UsageError
+from rimuru_models.errors import DoesNotFitError, UsageError
 from rimuru_models.quantizer.layout import Recipe
 from rimuru_models.quantizer.make import quantize_checkpoint
 from rimuru_models.weights import CheckpointReader
@@ -87,6 +89,32 @@ def test_models_of_different_vocabularies_are_not_compared(model: Path, tmp_path
     write_tiny_tokenizer(other)
     with pytest.raises(UsageError, match="vocabulary"):
         run_divergence_bench(model, against=other, text=TEXT, tokens=64)
+
+
+def test_models_of_different_tokenizers_are_not_compared(model: Path, tmp_path: Path) -> None:
+    """As many tokens, and other words: the figures would say nothing."""
+    other = shutil.copytree(model, tmp_path / "other")
+    described = json.loads((other / "tokenizer.json").read_text("utf-8"))
+    vocab = described["model"]["vocab"]
+    vocab["a"], vocab["e"] = vocab["e"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    with pytest.raises(UsageError, match="other has another tokenizer than tiny"):
+        run_divergence_bench(model, against=other, text=TEXT, tokens=64)
+
+
+@pytest.mark.parametrize("change", [{"num_layers": 3}, {"num_experts": 12}, {"num_experts_per_tok": 2}, {"hidden_size": 32}])
+def test_another_shape_of_model_chooses_experts_for_itself(change: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    other = write_tiny_checkpoint(tmp_path / "other", "qwen3_moe", **({"vocab_size": 259, "num_layers": 2} | change))
+    write_tiny_tokenizer(other)
+    report = run_divergence_bench(model, against=other, text=TEXT, tokens=64)
+    alike = "hidden_size" in change
+    assert [row["experts"] for row in report["rows"]] == (["the reference's"] if alike else []) + ["its own"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_a_gpu_that_is_not_here(model: Path) -> None:
+    with pytest.raises(DoesNotFitError, match="needs a CUDA device"):
+        run_divergence_bench(model, kv="q8", text=TEXT, device="cuda")
 
 
 @pytest.fixture

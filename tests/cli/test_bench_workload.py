@@ -170,6 +170,8 @@ def test_requests_from_a_file(cli: Cli, tmp_path: Path) -> None:
         (("--simulate", "--model-shape", "gpt-2"), 2, "no shape"),
         (("--simulate", "--rate", "0"), 2, "above 0"),
         (("--simulate", "--rate", "nan"), 2, "above 0"),
+        (("--simulate", "--rate", "1e-300", "--count", "3"), 2, "only after 30 years"),
+        (("--simulate", "--requests", "other.jsonl"), 2, "Line 1 of other.jsonl has no prompt_tokens"),
         (("--simulate", "--arrivals", "sometimes"), 2, "one of poisson"),
         (("--simulate", "--arrivals", "bursty"), 2, "need a rate"),
         (("--simulate", "--requests", "long.jsonl"), 2, "positions"),
@@ -193,6 +195,7 @@ def test_what_cannot_be_is_refused_in_words(
     monkeypatch.chdir(tmp_path)
     Path("long.jsonl").write_text('{"prompt_tokens": 9000, "answer_tokens": 1}', encoding="utf-8")
     Path("timed.jsonl").write_text('{"prompt_tokens": 9, "answer_tokens": 1, "arrival": 2}', encoding="utf-8")
+    Path("other.jsonl").write_text('{"input": 9, "answer_tokens": 1}', encoding="utf-8")
     found, out, err = cli(*words)
     assert (found, out) == (code, "") and said in " ".join(err.split())
 
@@ -301,3 +304,18 @@ def test_a_model_with_recurrent_layers_is_simulated(cli: Cli) -> None:
     assert "at least" in static["error"]
     for one in (fixed, elastic):
         assert one["completed"] == 12 and max(one["curves"]["states_bytes"]) > 0
+
+
+def test_one_request_of_one_token_was_there_too(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "one.jsonl"
+    path.write_text('{"prompt_tokens": 1, "answer_tokens": 1}', encoding="utf-8")
+    (row,) = report(cli, "--simulate", "--requests", str(path), "--policy", "static")["rows"]
+    assert (row["completed"], row["peak_concurrency"], row["steps"], row["tpot_ms"]) == (1, 1, 1, {})
+    code, out, _ = cli("--simulate", "--requests", str(path), "--policy", "static")
+    assert code == 0 and "static" in out
+
+
+def test_a_small_hybrid_is_served_for_real(cli: Cli) -> None:
+    words = ("--model-shape", "tiny-hybrid", "--count", "3", "--longest", "8", "--policy", "paced")
+    (row,) = report(cli, *words)["rows"]
+    assert row["completed"] == 3 and max(row["curves"]["states_bytes"]) > 0

@@ -64,7 +64,8 @@ def test_cached_tokens_are_named(talk: Talk) -> None:
     class Caching(FakeEngine):
         def submit(self, prompt_ids, params):  # type: ignore[no-untyped-def]
             request = super().submit(prompt_ids, params)
-            request.timings.cached_tokens, request.timings.computed_tokens = 20, 3
+            # what an answer takes is computed as well, and none of the prompt
+            request.timings.cached_tokens, request.timings.computed_tokens = 20, 3 + 400
             return request
 
     assert "(20 cached) at 6.0 tok/s" in talk("hello", engine=Caching())[2]

@@ -65,6 +65,22 @@ def test_a_model_cannot_send_escape_codes_to_a_terminal(monkeypatch: pytest.Monk
     assert terminal[0].getvalue() == "a\ufffd[2Jb\ufffd\ufffdc\td\n"
 
 
+def test_nothing_turns_the_direction_of_a_line_around_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    Output().note("gpt\u202exam\u2066x\u2069 \u05e9\u05dc\u05d5\u05dd")
+    assert terminal[1].getvalue() == "gpt\ufffdxam\ufffdx\ufffd \u05e9\u05dc\u05d5\u05dd\n", "letters that run to the left are letters"
+
+
+def test_a_line_in_styles_takes_the_place_of_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = use_terminal(monkeypatch)[0]
+    monkeypatch.setattr(sys, "stderr", screen)
+    out = Output()
+    with out.progress() as update:
+        update("Reading", 1, 4)
+        out.styled_line(("found", None), (" it", "green"))
+    assert " \rfound" in screen.getvalue()
+
+
 def test_piped_data_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
     Output().data("a\x1b[2Jb\r")
     assert capsys.readouterr().out == "a\x1b[2Jb\r"
@@ -124,6 +140,18 @@ def test_progress_is_silent_in_json_mode_and_in_a_pipe(json_mode: bool, monkeypa
     assert stream.getvalue() == ""
 
 
+def test_a_bar_of_wide_characters_fits_and_is_wiped_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = use_terminal(monkeypatch)
+    monkeypatch.setattr(output, "terminal_columns", lambda stream: 30)
+    with Output().progress("items") as update:
+        update("日本語の模型を読む日本語の模型を読む", 0, 0)
+        update("x", 0, 0)
+    first, second, wiped = (line for line in terminal[1].getvalue().split("\r") if line)
+    assert 25 < display_width(first) < 30
+    assert len(second) >= display_width(first), "what was there is covered"
+    assert wiped == " "
+
+
 def test_progress_with_unknown_or_exceeded_total(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = use_terminal(monkeypatch)
     with Output().progress() as update:
@@ -159,6 +187,7 @@ def test_table_aligns_numbers_right_and_counts_wide_characters() -> None:
     text = table(["name", "n"], [["a", 5], ["日本", 123]])
     assert text.splitlines() == ["name    n", "----  ---", "a       5", "日本  123"]
     assert display_width("日本e\u0301") == 5
+    assert display_width("a\u200bb\ufe0f\u200d") == 2 and display_width("\u0e01\u0e31") == 1, "marks and joiners have no width"
     assert table(["a", "b"], []) == "a  b\n-  -"
 
 

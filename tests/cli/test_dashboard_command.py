@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tiny_tokenizer import write_tiny_tokenizer
 
 from rimuru_cli import main as cli
 from rimuru_cli.chat import loading
+from rimuru_cli.commands import _window
 from rimuru_cli.commands import dashboard as command
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.engine import Engine
@@ -84,7 +86,7 @@ def test_one_snapshot_in_words(checkpoint: Path, capsys: pytest.CaptureFixture[s
     with engine_running(checkpoint, "bench"):
         code, out, _ = dashboard("--once", capsys=capsys)
     assert code == 0
-    for words in ("bench", f"process {os.getpid()}", "expert", "kv", "resident", "tokens of context", "t/s"):
+    for words in ("bench", "KV f32", f"process {os.getpid()}", "expert", "kv", "resident", "tokens of context", "t/s"):
         assert words in out
     assert max(map(len, out.splitlines())) < 200
 
@@ -96,6 +98,20 @@ def test_the_engine_that_is_named(checkpoint: Path, capsys: pytest.CaptureFixtur
         code, out, err = dashboard("--once", "--engine", "1", capsys=capsys)
         assert (code, out) == (3, "") and str(os.getpid()) in err
     assert dashboard("--once", "--engine", str(os.getpid()), capsys=capsys)[0] == 3
+
+
+def test_states_of_a_hybrid_that_were_not_kept_are_said() -> None:
+    frame = SyntheticEngine(600, layers=8, experts=16, top_k=2, hybrid=True).next("long context")
+    lines = "\n".join(command.snapshot_lines(frame))
+    assert "\nssm " in lines and "\nconv " in lines and "not kept" not in lines
+    frame = replace(frame, counters=replace(frame.counters, states_not_kept=3))
+    assert "3 states not kept" in "\n".join(command.snapshot_lines(frame))
+
+
+@pytest.mark.parametrize("words", [["--replay", "~nobody-of-this-name/x", "--once"], ["--record", "~nobody-of-this-name/x"]])
+def test_a_home_that_is_not_there_is_no_bug(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = dashboard(*words, capsys=capsys)
+    assert code == 2 and "nobody-of-this-name" in err and "bug" not in err
 
 
 @pytest.mark.parametrize(
@@ -171,10 +187,29 @@ def test_the_window_gets_the_source_that_was_asked_for(monkeypatch: pytest.Monke
         return 7
 
     monkeypatch.setattr(app, "run_dashboard", run_dashboard)
-    monkeypatch.setattr(command, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(_window, "is_terminal", lambda stream: True)
+    monkeypatch.setenv("TERM", "xterm")
     assert cli.main(["dashboard"]) == 7
     assert cli.main(["dashboard", "--demo", "--fps", "5"]) == 7
     assert [(type(source), fps) for source, fps in opened] == [(LiveSource, 10.0), (ReplaySource, 5.0)]
+
+
+@pytest.mark.parametrize(
+    ("terminals", "term", "says"), [(("stdin", "stdout"), "xterm", "stderr is none"), (("stdin", "stdout", "stderr"), "dumb", "TERM=dumb")]
+)
+@pytest.mark.parametrize("words", [["dashboard", "--demo"], ["chat", "--tui"]])
+def test_what_nobody_would_see_is_not_drawn(
+    words: list[str],
+    terminals: tuple[str, ...],
+    term: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(_window, "is_terminal", lambda stream: any(stream is getattr(sys, name) for name in terminals))
+    monkeypatch.setenv("TERM", term)
+    assert cli.main(words) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_chat_and_run_let_dashboards_look_on(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:

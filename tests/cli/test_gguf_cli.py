@@ -87,6 +87,7 @@ def test_from_the_hub_to_an_answer_and_away(cli: Cli, files: dict[str, bytes], m
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     listed = json.loads(cli("list", "--json")[1])["models"]
     assert [(one["name"], one["variant"], one["status"], one["precision"]) for one in listed] == [(f"{NAME}:Q8_0", "Q8_0", "ready", "Q8_0")]
+    assert "Q8_0" in listed[0]["dense_precision"] and listed[0]["kv_precision"]["cpu"] == "F32"
     assert f"{NAME}:Q8_0" in cli("list")[1]
     code, out, _ = cli("show", f"{NAME}:Q8_0")
     assert code == 0 and "Qwen3MoeForCausalLM" in out and "tiny-Q8_0.gguf" in out

@@ -18,11 +18,13 @@ from cached_models import files_of, put_in_cache
 from huggingface_hub import constants
 from loopback_hub import LoopbackHub
 from loopback_models import CONFIG, model_files
+from quantised import KINDS, foreign_imports, write_quantised_checkpoint
 
 from rimuru_cli import output
 from rimuru_cli.commands import _fit, _library
 from rimuru_cli.commands._library import age
 from rimuru_cli.fit import nvml
+from rimuru_cli.hub.usage import record_use
 from rimuru_cli.main import main
 from rimuru_cli.output import Output
 
@@ -115,6 +117,22 @@ def test_list_as_json(cli: Cli, cache: Path) -> None:
     assert model["size_bytes"] == sum(map(len, model_files(extra=False).values()))
     assert (model["precision"], model["architecture"], model["experts"], model["top_k"]) == ("F32", "MixtralForCausalLM", 4, 2)
     assert datetime.fromisoformat(model["last_used"]).tzinfo is not None
+
+
+@pytest.mark.parametrize(("dense_too", "words"), [(True, "int4"), (False, "experts int4, dense F32")])
+def test_list_names_the_precision_of_experts_dense_part_and_kv(dense_too: bool, words: str, cli: Cli, tmp_path: Path) -> None:
+    with foreign_imports():
+        folder, _ = write_quantised_checkpoint(
+            tmp_path, "qwen3_moe", KINDS["int4"], moe_intermediate_size=64, keep=lambda name: not dense_too and ".experts." not in name
+        )
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    record_use(folder)
+    _, out, err = cli("list")
+    assert f"  {words}  " in out
+    assert "(KV) are F32 on a CPU" in err and "--kv q8" in err
+    (model,) = json.loads(cli("list", "--json")[1])["models"]
+    assert (model["precision"], model["dense_precision"]) == ("int4", "int4" if dense_too else "F32")
+    assert model["kv_precision"] == {"cpu": "F32", "gpu": "BF16" if dense_too else "F32"}
 
 
 def test_an_incomplete_model_is_listed_with_what_to_type(cli: Cli, cache: Path) -> None:

@@ -74,6 +74,17 @@ def begin(talk: Talk, **flags: object) -> protocol.Ready:
     return ready
 
 
+@pytest.mark.parametrize("talk", [{"reply": "word " * 200, "step_seconds": 0.01}], indirect=True)
+def test_a_stop_right_behind_the_question_is_not_lost(talk: Talk) -> None:
+    begin(talk)
+    assert talk.process.stdin is not None
+    for _ in range(3):
+        talk.process.stdin.write(protocol.encode(protocol.Say("go")) + protocol.encode(protocol.Stop()))
+        talk.process.stdin.flush()
+        assert talk.hear(protocol.Answered).finish_reason == "cancelled"
+        talk.hear(protocol.Idle)
+
+
 def test_a_whole_talk(talk: Talk) -> None:
     ready = begin(talk, temperature="0.5", system="be brief")
     assert ready.pid == talk.process.pid and ready.model == "fake-model" and "/set" in ready.commands

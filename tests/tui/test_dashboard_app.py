@@ -393,3 +393,17 @@ def test_frames_of_any_engine_can_be_drawn() -> None:
     for engine in engines:
         frames = played(engine, ("idle", 1), ("prefill", 2), ("shrink storm", 1), ("decode", 2), ("recovery", 1))
         assert "pool:" in asyncio.run(draw(frames))
+
+
+async def test_a_recording_may_claim_anything_and_is_still_shown() -> None:
+    frame = FRAMES[-1]
+    odd = replace(frame.engine, started=4.6e18, link_ceiling=1e-320, ceiling_bytes=-(1 << 61), least_ceiling_bytes=(1 << 62) - 1)
+    events = (replace(frame.events[-1], time=-4.6e18, shrunk=1 << 61),)
+    counters = replace(frame.counters, context_used=-5, expert_hits=frame.counters.expert_hits << 40, decode_rate=4e18, ttft=-1.0)
+    app = new_app()
+    async with app.run_test(size=(120, 40)) as pilot:
+        await show(pilot, replace(frame, engine=odd, events=events, counters=counters))
+        await pilot.press("5", "4", "1", "minus", "i")
+        await until(pilot, lambda: isinstance(app.screen, InfoScreen))
+        assert "--:--:--" in screen_text(app)
+    assert app.failure is None

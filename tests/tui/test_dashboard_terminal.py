@@ -150,6 +150,33 @@ def test_the_terminal_is_put_back(environ: dict[str, str], how: str | signal.Sig
     assert "Traceback" not in written
 
 
+def test_bytes_that_are_no_characters_do_not_end_it(environ: dict[str, str]) -> None:
+    screen = PtyScreen([*DASHBOARD, "--demo"], size=(100, 30), environ=environ)
+    screen.wait_for("pool: ")
+    screen.press("\udce4")  # an umlaut from a terminal that is set to Latin-1
+    screen.press("?")
+    screen.wait_for("Esc closes")
+    screen.press("q")
+    screen.read(0.5)
+    screen.press("\udcff\udcffq")
+    assert screen.leave() == 0
+    assert "Traceback" not in screen.text and "Error" not in screen.text
+
+
+def test_a_fault_in_reading_keys_is_told_in_words(environ: dict[str, str]) -> None:
+    code = (
+        "import sys; from textual._xterm_parser import XTermParser\n"
+        "def fail(self, *rest): raise ValueError('the test broke it')\n"
+        "XTermParser.feed = fail\n"
+        "from rimuru_cli.main import main; sys.exit(main(['dashboard', '--demo']))"
+    )
+    screen = PtyScreen([sys.executable, "-c", code], size=(100, 30), environ=environ)
+    screen.wait_for("pool: ")
+    screen.press("x")
+    assert screen.leave(30.0) == 1
+    assert "error: Unexpected ValueError: the test broke it" in screen.text and "Traceback" not in screen.text
+
+
 @pytest.mark.parametrize("broken", ["FrameBridge._loop", "PageMap.show_frame"])
 def test_a_fault_puts_the_terminal_back_and_is_told_in_words(environ: dict[str, str], broken: str) -> None:
     code = (

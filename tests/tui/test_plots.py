@@ -108,7 +108,7 @@ def test_the_axis_of_the_hit_rate_keeps_90_to_999_legible() -> None:
 
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(0, 1), (-1, 1), (float("nan"), 1), (0.7, 1), (1, 1), (1.1, 2), (2.3, 2.5), (31, 40), (41.8, 50), (99, 100), (101, 200)],
+    [(0, 1), (-1, 1), (1e-320, 1), (float("nan"), 1), (0.7, 1), (1, 1), (1.1, 2), (2.3, 2.5), (31, 40), (41.8, 50), (99, 100), (101, 200)],
 )
 def test_round_numbers_above(value: float, expected: float) -> None:
     assert round_up(value) == expected

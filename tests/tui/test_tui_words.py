@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,6 +20,12 @@ from rimuru_cli.tui.widgets.tiles import page_facts, page_words
 from rimuru_cli.tui.wrapping import wrap
 
 HYBRID = played(small_engine(hybrid=True, tiles=2), ("long context", 2), ("decode", 2))[-1]
+
+
+def test_a_clock_shows_every_moment_that_a_frame_may_name() -> None:
+    assert words.clock(0.0) == time.strftime("%H:%M:%S", time.localtime(0.0))
+    for moment in (4.6e18, -4.6e18, math.inf, math.nan):
+        assert words.clock(moment) == "--:--:--"
 
 
 def first(kind: int) -> int:

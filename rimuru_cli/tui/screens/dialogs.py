@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import ClassVar
 
 from rich.text import Text
@@ -133,7 +132,7 @@ def info_text(frame: Frame) -> Text:
         ("device", f"{engine.device}: {engine.backend_reason}"),
         (
             "process",
-            f"{engine.pid}, {engine.role}, rimuru {engine.version}, since {time.strftime('%H:%M:%S', time.localtime(engine.started))}",
+            f"{engine.pid}, {engine.role}, rimuru {engine.version}, since {words.clock(engine.started)}",
         ),
         (
             "layers",
@@ -147,7 +146,7 @@ def info_text(frame: Frame) -> Text:
             f"workspace {words.size(engine.workspace_bytes)}, pool {words.size(engine.pool_bytes)}",
         ),
         ("pages", ", ".join(f"{name} {words.size(size)}" for name, size in pages if size)),
-        ("expert", f"{words.size(engine.expert_bytes)} in {engine.pages_per_expert} pages"),
+        ("expert", f"{words.size(engine.expert_bytes)} in {words.expert_pages(engine)} pages"),
         ("host tier", f"{words.size(engine.host_bytes)} {engine.host_tier}"),
         (
             "link",
@@ -204,7 +203,7 @@ class EnginesScreen(ModalScreen[str | None]):
 
 def engine_line(entry: EngineEntry) -> Text:
     """One engine in a line."""
-    started = time.strftime("%H:%M:%S", time.localtime(entry.started))
     state = "" if entry.responding else "  does not move"
     mark = "▶" if entry.attached else " "
-    return Text(f"{mark} {words.clean(entry.model)} on {entry.device}  {entry.role}, process {entry.pid}, since {started}{state}")
+    who = f"{words.clean(entry.model)} on {entry.device}  {entry.role}, process {entry.pid}"
+    return Text(f"{mark} {who}, since {words.clock(entry.started)}{state}")

@@ -58,7 +58,7 @@ class LinkChart(StripWidget):
         values = columns.link_rate / 1e9
         limit = frame.engine.link_ceiling
         rate = words.rate(frame.counters.link_rate)
-        if limit:
+        if limit is not None and limit >= 1.0:  # a recording may claim anything
             title = f"link {rate} of {words.rate(limit)} GB/s"
             scale = Scale(lambda value: value / (limit / 1e9), ((limit / 1e9, f"{limit / 1e9:.3g}"), (limit / 2e9, f"{limit / 2e9:.3g}")))
         else:

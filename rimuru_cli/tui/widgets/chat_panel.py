@@ -163,7 +163,7 @@ class ChatPanel(Vertical):
 
     DEFAULT_CSS = """
     ChatPanel { width: 1fr; height: 1fr; }
-    ChatPanel > Transcript { height: 1fr; scrollbar-size-vertical: 1; }
+    ChatPanel > Transcript { height: 1fr; }
     ChatPanel > ChatInput { height: auto; min-height: 1; max-height: 8; border: none; border-left: thick $primary; padding: 0 0 0 1; }
     """
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any, ClassVar
 
 from rich.segment import Segment
@@ -67,7 +66,7 @@ class EventRibbon(StripWidget, can_focus=True):
             end = len(events) - min(max(0, below - room // 2), max(0, len(events) - room))
             for event in reversed(events[max(0, end - room) : end]):
                 style = Style(bold=True) if event is chosen else None
-                lines.append(text_line(width, (f"{clock(event.time)}  ", None), *(self._coloured(event)), (in_words(event), style)))
+                lines.append(text_line(width, (f"{words.clock(event.time)}  ", None), *(self._coloured(event)), (in_words(event), style)))
         return lines[:height]
 
     def _mark(self, event: AdjusterRecord, selected: bool) -> list[Segment]:
@@ -131,8 +130,3 @@ def in_words(event: AdjusterRecord) -> str:
     deed = " and ".join(deeds) + f" expert{'s' if count != 1 else ''}" if deeds else "left everything as it was"
     why = f"because {words.clean(event.reason)}" if deeds else words.clean(event.reason)
     return f"step {event.step:,}: {deed}, {why} (R_b {event.required_blocks:,}, F_b {event.free_blocks:,})"
-
-
-def clock(moment: float) -> str:
-    """The time of day of a moment."""
-    return time.strftime("%H:%M:%S", time.localtime(moment))

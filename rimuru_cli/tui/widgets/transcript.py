@@ -14,7 +14,7 @@ from textual.strip import Strip
 
 from rimuru_cli.tui.palette import WARM, Palette, colour_style
 from rimuru_cli.tui.words import clean
-from rimuru_cli.tui.wrapping import wrap
+from rimuru_cli.tui.wrapping import wrap, wrapped
 
 if TYPE_CHECKING:
     from rimuru_cli.tui.app import RimuruApp
@@ -28,7 +28,7 @@ _LAY_OUT_SECONDS: Final = 0.1
 
 @dataclass
 class _Entry:
-    """One thing said. `done` are the wrapped lines up to `upto`, the beginning of the last line of the text, which may still grow."""
+    """One thing said. `done` are the wrapped lines up to the place `upto` of the text; what is behind it may still be wrapped otherwise."""
 
     voice: Voice
     text: str = ""
@@ -42,7 +42,10 @@ class _Entry:
         for line in whole:
             self.done += wrap(line, width)
             self.upto += len(line) + 1
-        self.rest = wrap(last, width) if last or not self.done else []
+        lines, starts = wrapped(last, width) if last or not self.done else ([], [])
+        self.done += lines[:-2]
+        self.upto += starts[-2] if len(starts) > 2 else 0
+        self.rest = lines[-2:]
 
     def rewrap(self, width: int) -> None:
         text, self.text, self.done, self.upto = self.text, "", [], 0
@@ -56,6 +59,8 @@ class _Entry:
 class Transcript(ScrollView, can_focus=True):
     """Shows what was said; the newest is at the bottom."""
 
+    # The place of the scroll bar is kept free: one that came later would hide the ends of lines that are wrapped already.
+    DEFAULT_CSS = "Transcript { overflow-x: hidden; scrollbar-gutter: stable; scrollbar-size-vertical: 1; }"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k", "scroll_up", "Up", show=False),
         Binding("down,j", "scroll_down", "Down", show=False),
