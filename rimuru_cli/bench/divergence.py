@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rimuru_cli.bench.agreement import Comparison
+from rimuru_cli.bench.gpu_only import require_gpu
 from rimuru_cli.bench.looking_on import watched
 from rimuru_cli.engine.config import Device, EngineConfig, KVPrecision
 from rimuru_cli.engine.engine import Engine
@@ -112,20 +113,30 @@ def run_divergence_bench(
 
     Returns:
         JSON-able: `mean_kl` in nats, `top1_agreement`, `perplexity` of the judged engine with the reference's experts (where the
-        device allows, else with its own), `reference_perplexity`, and `rows` with all figures.
+        device allows and the model has the same ones, else with its own), `reference_perplexity`, and `rows` with all figures.
 
     Raises:
-        UsageError: nothing to compare, a text that is too short, models of different vocabularies, or an unknown device.
-        DoesNotFitError, CheckpointError: of either engine.
+        UsageError: nothing to compare, a text that is too short, models of different vocabularies or tokenizers, or an unknown device.
+        DoesNotFitError: of either engine; or no GPU for "cuda".
+        CheckpointError: of either engine.
         NoSpaceError: no room for the reference's answers among the temporary files.
     """
     if against is None and kv == "auto":
         raise UsageError("The model would be compared with itself.", hint="Add --quant int4, --kv q8 or --against MODEL.")
     if device not in DEVICES:
         raise UsageError(f"{device!r} cannot compute.", hint=f"--device is one of {', '.join(DEVICES)}.")
+    if device == "cuda":
+        require_gpu("Comparing on the GPU", "`rimuru bench kl` without --device compares on the CPU.")
     report = progress or (lambda stage, done, total: None)
     judged_dir = against or model_dir
-    ids = Tokenizer.from_dir(model_dir).encode(SHIPPED_TEXT.read_text(encoding="utf-8") if text is None else text, add_special_tokens=True)
+    read = SHIPPED_TEXT.read_text(encoding="utf-8") if text is None else text
+    tokenizer = Tokenizer.from_dir(model_dir)
+    ids = tokenizer.encode(read, add_special_tokens=True)
+    if against is not None and _plain_ids(Tokenizer.from_dir(against), read) != _plain_ids(tokenizer, read):
+        raise UsageError(
+            f"{against.name} has another tokenizer than {model_dir.name}: its token ids mean other words, so they cannot be compared.",
+            hint="Compare a model with a quantised or retrained version of itself.",
+        )
     sums = {"the reference's": _Sums(), "its own": _Sums()}
     with tempfile.TemporaryFile() as spool, _saying_full():
         parts, engine = _opened(model_dir, EngineConfig(device=DEVICES[device], context=_WINDOW + 1))
@@ -133,17 +144,17 @@ def run_divergence_bench(
             size, windows = _windows(ids[:tokens], engine.info.context_limit - 1)
             dictates = isinstance(parts.runner, ModelRunner)
             routings: list[Routing] = []
-            vocab = parts.model.config.vocab_size
+            vocab, shape = parts.model.config.vocab_size, _choices(parts)
             for number, window in enumerate(windows):
                 reading = _read(parts, engine, window, record=dictates)
                 routings.append(reading.routing)
                 _spool(parts, reading, len(window), vocab, spool)
                 report("the model reads", number + 1, len(windows))
-        if not dictates:
-            del sums["the reference's"]
         parts, engine = _opened(judged_dir, EngineConfig(device=DEVICES[device], context=_WINDOW + 1, kv=kv))
         with engine:
-            if parts.model.config.vocab_size != vocab or parts.model.config.top_k > parts.model.config.num_experts:
+            if not dictates or _choices(parts) != shape:
+                del sums["the reference's"]  # of another model's experts nothing can be said
+            if parts.model.config.vocab_size != vocab:
                 raise UsageError(f"{judged_dir.name} has another vocabulary than {model_dir.name}, so they cannot be compared.")
             if engine.info.context_limit <= size:
                 raise DoesNotFitError(f"{judged_dir.name} has room for {engine.info.context_limit} tokens; {size + 1} are needed.")
@@ -187,6 +198,17 @@ def _windows(ids: Sequence[int], context: int) -> tuple[int, list[Sequence[int]]
     if not windows or len(windows[0]) < 2:
         raise UsageError(f"A text of {len(ids)} tokens is too short to compare anything.", hint="Give a longer one with --text.")
     return size, windows
+
+
+def _plain_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Without what some files put before a text, and others of the same model do not."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def _choices(parts: Parts) -> tuple[object, ...]:
+    """What has to be alike for one model's experts to be another's."""
+    config = parts.model.config
+    return config.moe_layers, config.num_experts, config.top_k
 
 
 def _opened(model_dir: Path, config: EngineConfig) -> tuple[Parts, Engine]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rimuru_kernels.packed_weights import Codes, PackedFormat, pack
+from rimuru_kernels.packed_weights import Codes, PackedFormat, pack, tile_rows
 from rimuru_models.quantization.formats import LayerFormats
 
 _INT4 = PackedFormat("int4", 32, "f16", bias=8)
@@ -73,21 +73,26 @@ class RandomPages:
 
     def __init__(self, formats: LayerFormats, f: int, d: int) -> None:
         self._formats, self._f, self._d = formats, f, d
-        self._made: dict[int, list[list[Tensor]]] = {}
+        self._made: dict[tuple[int, int], list[list[Tensor]]] = {}
         self._lock = threading.Lock()
 
-    def write(self, number: int, pages: Sequence[Tensor]) -> None:
-        """Write one expert into its pages, gate tiles, then up tiles, then down tiles; `number` chooses which kind it is."""
-        tiles = len(pages) // 3
+    def write(self, number: int, pages: Sequence[Tensor], tiles: tuple[int, int] | None = None) -> None:
+        """Write one expert into its pages, gate tiles, then up tiles, then down tiles; `number` chooses which kind it is.
+
+        Args:
+            tiles: see `WeightReader.expert_packed`.
+        """
+        wide, down = (len(pages) // 3,) * 2 if tiles is None else tiles
         with self._lock:
-            if tiles not in self._made:
-                self._made[tiles] = [self._kind(kind, tiles) for kind in range(_KINDS)]
-        for page, content in zip(pages, self._made[tiles][number % _KINDS], strict=True):
+            if (wide, down) not in self._made:
+                self._made[wide, down] = [self._kind(kind, wide, down) for kind in range(_KINDS)]
+        for page, content in zip(pages, self._made[wide, down][number % _KINDS], strict=True):
             # numpy and not torch: this runs in several threads, see `expert_files`.
             page.numpy()[: len(content)] = content.numpy()
 
-    def _kind(self, kind: int, tiles: int) -> list[Tensor]:
-        wide = (self._formats.gate_up, self._f // tiles, self._d)
-        tall = (self._formats.down, self._d // tiles, self._f)
-        shapes = [wide] * (2 * tiles) + [tall] * tiles
-        return [pack(random_codes(fmt, rows, columns, 1000 * kind + place), fmt) for place, (fmt, rows, columns) in enumerate(shapes)]
+    def _kind(self, kind: int, wide: int, down: int) -> list[Tensor]:
+        """Pages of one expert; all tiles of a projection are full, where the last one has fewer rows as well."""
+        gate_up, tall = self._formats
+        own = [(gate_up, tile_rows(self._f, wide, gate_up.group_rows), self._d)] * (2 * wide)
+        own += [(tall, tile_rows(self._d, down, tall.group_rows), self._f)] * down
+        return [pack(random_codes(fmt, rows, columns, 1000 * kind + place), fmt) for place, (fmt, rows, columns) in enumerate(own)]

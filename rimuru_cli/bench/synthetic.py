@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rimuru_cli.bench.hybrid_shapes import HYBRID_SHAPES
 from rimuru_cli.bench.packed import QUANTS, RandomPages, random_codes
-from rimuru_kernels.packed_weights import Codes, PackedFormat
+from rimuru_kernels.packed_weights import Codes, PackedFormat, pack
 from rimuru_models.config import ModelConfig
 from rimuru_models.dense import cut, stack
 from rimuru_models.layout import dense_shapes, stays_packed
@@ -147,6 +147,12 @@ class SyntheticReader:
         repeats = -(-rows // block)
         return cut(stack([codes] * repeats), fmt, 0, rows), fmt
 
+    def dense_page(self, name: str) -> Tensor:
+        """See `WeightReader.dense_page`."""
+        held = self.dense_codes(name)
+        assert held is not None, "only quantised matrices are pages"
+        return pack(*held)
+
     def expert(self, layer: int, expert: int) -> ExpertTensors:
         """One expert: parts of the random block at an offset of its own."""
         f, d = self.config.expert_intermediate, self.config.hidden_size
@@ -154,10 +160,10 @@ class SyntheticReader:
         part = self._block[start : start + f * d]
         return ExpertTensors(part.view(f, d), part.view(f, d), part.view(d, f))
 
-    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor], tiles: tuple[int, int] | None = None) -> None:
         """See `WeightReader.expert_packed`."""
         assert self._pages is not None, "the experts of this shape are plain"
-        self._pages.write(layer * 131 + expert, pages)
+        self._pages.write(layer * 131 + expert, pages, tiles)
 
     def check_tied(self) -> None:
         """Nothing to check: there is no second output matrix."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from simulations import SMALL
 
 from rimuru_cli.bench.synthetic import SHAPES
 from rimuru_cli.bench.workload.cost import H200, CostModel, StepLoad
 from rimuru_cli.bench.workload.driver import SimulatedClock, run_workload
 from rimuru_cli.bench.workload.policies import Policy, parse_policies
 from rimuru_cli.bench.workload.requests import RequestSpec, generate_requests
-from rimuru_cli.bench.workload.routing import TOPICS, SyntheticRouting, inclusion
+from rimuru_cli.bench.workload.routing import FEW, TOPICS, SyntheticRouting, inclusion
+from rimuru_cli.bench.workload.run import prompt_steps
 from rimuru_cli.bench.workload.simulated import simulated_engine
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS
@@ -28,17 +31,6 @@ from rimuru_models.config import ModelConfig
 from rimuru_models.errors import DoesNotFitError
 
 GIB = 1 << 30
-SMALL = {
-    **SHAPES["qwen1.5-moe-a2.7b"],
-    "num_hidden_layers": 4,
-    "hidden_size": 512,
-    "moe_intermediate_size": 512,
-    "num_experts": 32,
-    "vocab_size": 1024,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "shared_expert_intermediate_size": 512,
-}
 
 
 def small_model() -> ModelConfig:
@@ -289,3 +281,33 @@ def test_text_kept_for_reuse_makes_room_for_experts_where_many_run_and_stays_whe
             engine.check_integrity()
             kept[later] = engine.snapshot().cached_kv_bytes, engine.tally().resident
     assert kept[1][0] > kept[10][0] and kept[1][1] < kept[10][1]
+
+
+@pytest.mark.parametrize("tokens", [1, 100, 4096])
+def test_prompts_that_warm_up_come_to_every_size_of_a_step(tokens: int) -> None:
+    longest = 70
+    groups = prompt_steps([RequestSpec(0.0, longest, 5), RequestSpec(0.0, 3, 500)], tokens)
+    sizes = [sum(spec.prompt_tokens for spec in group) for group in groups]
+    assert sizes == sorted(set(sizes)) and max(sizes) == max(16, tokens) and {16, 15} <= set(sizes)
+    assert all(later <= 2 * earlier + 1 for earlier, later in pairwise(sizes))
+    assert all(spec.prompt_tokens <= longest and spec.answer_tokens == 1 for group in groups for spec in group)
+
+
+def test_what_is_foreseen_is_what_is_drawn_and_no_more_than_that_is_used_up() -> None:
+    tokens, few = np.bincount([1, 1, 5], minlength=TOPICS).astype(np.float32), dict.fromkeys(range(FEW), 2)
+    one, other = SyntheticRouting(3, 40, 4, seed=1), SyntheticRouting(3, 40, 4, seed=1)
+    foreseen, uses = one.foresee(tokens, 6)
+    one.use(4)
+    drawn = [other.draw_sums(tokens) for _ in range(4)]
+    assert all(np.array_equal(a, b.touched) and np.array_equal(uses, b.uses) for a, b in zip(foreseen[:4], drawn, strict=True))
+    assert np.array_equal(one.draw_each(few).uses, other.draw_each(few).uses)
+    assert np.array_equal(one.draw_sums(tokens).touched, other.draw_sums(tokens).touched)
+
+
+def test_costs_of_several_steps_are_those_of_each() -> None:
+    cost = CostModel(shape_of(small_model(), None), H200)
+    touched, held = np.array([[4, 9, 32, 1], [30, 2, 2, 7]]), np.array([[700], [5000]])
+    together = cost.compute(StepLoad(20, 20, held, held, touched, True))
+    for step in range(2):
+        alone = cost.compute(StepLoad(20, 20, int(held[step, 0]), int(held[step, 0]), touched[step], True))
+        assert np.array_equal(together[step], alone) and float(alone.sum()) == float(together.sum(1)[step])

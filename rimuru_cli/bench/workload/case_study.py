@@ -21,7 +21,7 @@ COUNT, LONGEST = 300, 1024
 ASSUMED = (
     "all requests are there at the start",
     f"lengths as published of ShareGPT, no prompt and no answer longer than {LONGEST} tokens, every answer generated to its length",
-    "all requests may run at once if memory allows it, in steps of at most 4096 tokens",
+    "all requests may run at once if memory allows it, in steps of at most as many tokens as the longest request has (and 4096)",
     "the ceiling covers everything: weights, cache, workspace, the driver's context",
 )
 PAPER = {

@@ -37,14 +37,14 @@ class StepLoad:
     Attributes:
         rows: tokens; sequences: that they belong to; visible: tokens that all of them see together.
         held: tokens of the sequences' caches, each read once.
-        touched: int64 [MoE layers], experts that are used.
+        touched: int64 [MoE layers], experts that are used. Of several steps: [steps, MoE layers], `visible` and `held` [steps, 1].
         captured: one captured graph, as decode steps on demand are; else launched operation by operation.
     """
 
     rows: int
     sequences: int
-    visible: float
-    held: int
+    visible: float | NDArray[np.int64]
+    held: int | NDArray[np.int64]
     touched: NDArray[np.int64]
     captured: bool
 
@@ -75,8 +75,8 @@ class CostModel:
         self._flops_per_pair = 4 * config.num_heads * config.head_dim * len(config.attention_layers)
 
     def compute(self, load: StepLoad) -> NDArray[np.float64]:
-        """Seconds of each MoE layer, float64 [MoE layers]; everything else is spread over them evenly."""
-        count = len(load.touched)
+        """Seconds of each MoE layer, float64 [..., MoE layers] as of `load.touched`; everything else is spread over them evenly."""
+        count = load.touched.shape[-1]
         # Recurrent states are read and written, each once a sequence.
         everywhere = self._dense + load.held * self._kv_token + 2 * load.sequences * self._states
         moved = everywhere / count + load.touched * float(self.expert_bytes)
@@ -89,23 +89,45 @@ class CostModel:
 
     def on_demand(self, compute: NDArray[np.float64], missed: int) -> float:
         """Seconds of a step that fetches `missed` experts, each while nothing else runs."""
-        return float(compute.sum()) + missed * self.expert_bytes / self.fetch
+        return float(compute.sum()) + self.fetching(missed)
+
+    def fetching(self, missed: int) -> float:
+        """Seconds that so many experts take."""
+        return missed * self.expert_bytes / self.fetch
 
     def streamed(self, compute: NDArray[np.float64], absent: NDArray[np.int64], slots: int) -> float:
-        """Seconds of a step that streams all absent experts, int64 [MoE layers], through `slots` places used in turn.
+        """Seconds of a step that streams all absent experts, int64 [MoE layers], through `slots` places used in turn; see `Stream`."""
+        return self.stream(absent, slots).seconds(compute)
 
-        As `ExpertStream` does: a layer waits for all of its experts, and a place is filled again once the layer that used it is over.
-        """
+    def stream(self, absent: NDArray[np.int64], slots: int) -> Stream:
+        """How absent experts, int64 [MoE layers], come through `slots` places."""
         ends = np.cumsum(absent)
         # The layer whose place a layer's last expert takes; -1: nobody used it before.
         before = np.searchsorted(ends, ends - slots, side="left")
-        before = np.where(ends > slots, before, -1).tolist()
-        seconds = (absent * (self.expert_bytes / self.copy)).tolist()
+        return Stream(np.where(ends > slots, before, -1).tolist(), (absent * (self.expert_bytes / self.copy)).tolist())
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Copies of a streamed step.
+
+    As `ExpertStream` does: a layer waits for all of its experts, and a place is filled again once the layer that used it is over.
+
+    Attributes:
+        before: of each layer, the one whose place its last expert takes; -1: nobody used it before.
+        copies: seconds of each layer's.
+    """
+
+    before: list[int]
+    copies: list[float]
+
+    def seconds(self, compute: NDArray[np.float64]) -> float:
+        """Seconds of a step whose layers take so long to compute, float64 [MoE layers]."""
         done: list[float] = []
         arrived = end = 0.0
-        for layer, (own, copies) in enumerate(zip(compute.tolist(), seconds, strict=True)):
+        for layer, (own, copies, before) in enumerate(zip(compute.tolist(), self.copies, self.before, strict=True)):
             if copies:
-                free = done[min(before[layer], layer - 1)] if before[layer] >= 0 and layer else 0.0
+                free = done[min(before, layer - 1)] if before >= 0 and layer else 0.0
                 arrived = max(arrived, free) + copies
                 end = max(end, arrived)
             end += own

@@ -12,7 +12,7 @@ import numpy as np
 
 from rimuru_cli.bench.workload.metrics import RequestRecord, StepRecord
 from rimuru_cli.bench.workload.requests import RequestSpec
-from rimuru_cli.engine.engine import Engine
+from rimuru_cli.engine.engine import Engine, TokenOutput
 from rimuru_cli.engine.request import Request, SamplingParams
 from rimuru_models.errors import DoesNotFitError
 
@@ -79,13 +79,15 @@ def run_workload(
     *,
     seed: int = 0,
     each: Callable[[int, int], None] | None = None,
+    single: bool = False,
 ) -> Run:
     """Serve all requests; every one generates exactly its answer's tokens.
 
     Args:
         specs: in any order. A request longer than the engine's context is refused before anything runs.
         seed: of the prompts' token ids; prompts have nothing in common, so none is answered from the cache of another.
-        each: told (requests ended, requests in all) after each step that ended one.
+        each: told (requests ended, requests in all) about each that ended.
+        single: take every step by itself, also where the engine can take several in one go; what comes out is the same.
 
     Raises:
         DoesNotFitError: a request is longer than the context that the engine's memory allows.
@@ -97,43 +99,85 @@ def run_workload(
                 f"A request of {spec.prompt_tokens} + {spec.answer_tokens} tokens is longer than the context of {limit} tokens here.",
                 hint="Give a larger ceiling, or limit the lengths with --longest.",
             )
-    random = np.random.default_rng(seed)
-    waiting = deque(sorted((RequestRecord(spec) for spec in specs), key=lambda record: record.spec.arrival))
-    records, running = list(waiting), dict[int, RequestRecord]()
-    steps: list[StepRecord] = []
-    before = engine.tally()
-    expert_bytes = engine.info.expert_bytes
-    first_preemptions, ended = before.preemptions, 0
-    while waiting or engine.has_work:
-        now = clock.now()
-        while waiting and waiting[0].spec.arrival <= now:
-            record = waiting.popleft()
-            running[_submit(engine, record.spec, random).id] = record
-        if not engine.has_work:
-            clock.sleep_until(waiting[0].spec.arrival)
-            continue
-        outputs = engine.step()
-        now = clock.now()
-        for output in outputs:
-            record = running[output.request.id]
-            if output.token_id is not None:
-                record.token_times.append(now)
-            if output.finish_reason is not None:
-                del running[output.request.id]
-                ended += 1
-                if each is not None:
-                    each(ended, len(records))
-        after = engine.tally()
-        steps.append(
+    return _Server(engine, specs, clock, np.random.default_rng(seed), each or (lambda ended, total: None)).serve(single=single)
+
+
+class _Server:
+    """One run of `run_workload`."""
+
+    def __init__(
+        self, engine: Engine, specs: Sequence[RequestSpec], clock: Clock, random: np.random.Generator, each: Callable[[int, int], None]
+    ) -> None:
+        self._engine, self._clock, self._random, self._each = engine, clock, random, each
+        self._records = sorted((RequestRecord(spec) for spec in specs), key=lambda record: record.spec.arrival)
+        self._coming = deque(self._records)
+        self._served: dict[int, RequestRecord] = {}
+        self._steps: list[StepRecord] = []
+        self._ended = 0
+        self._before = engine.tally()
+        self._expert_bytes = engine.info.expert_bytes
+
+    def serve(self, *, single: bool) -> Run:
+        """See `run_workload`."""
+        engine, clock, coming = self._engine, self._clock, self._coming
+        preemptions = self._before.preemptions
+        while coming or engine.has_work:
+            now = clock.now()
+            while coming and coming[0].spec.arrival <= now:
+                record = coming.popleft()
+                self._served[_submit(engine, record.spec, self._random).id] = record
+            if not engine.has_work:
+                clock.sleep_until(coming[0].spec.arrival)
+                continue
+            outputs = engine.step()
+            now = clock.now()
+            for output in outputs:
+                if output.token_id is not None:
+                    self._served[output.request.id].token_times.append(now)
+                if output.finish_reason is not None:
+                    self._end(output.request)
+            self._note(now, len(outputs))
+            if not single and not (coming and coming[0].spec.arrival <= now):
+                self._steps_alike()
+        return Run(self._records, self._steps, self._before.preemptions - preemptions)
+
+    def _steps_alike(self) -> None:
+        """Take all steps that the engine can take in one go before the next request comes."""
+        clock, times, coming = self._clock, [], self._coming
+        running = self._before.running
+
+        def told(ended: list[TokenOutput]) -> bool:
+            nonlocal running
+            now = clock.now()
+            times.append(now)
+            self._note(now, running)
+            running -= len(ended)
+            for output in ended:
+                self._served[output.request.id].token_times.extend(times)
+                self._end(output.request)
+            return not coming or coming[0].spec.arrival > now
+
+        for request in self._engine.steps_alike(told):
+            self._served[request.id].token_times.extend(times)
+
+    def _end(self, request: Request) -> None:
+        del self._served[request.id]
+        self._ended += 1
+        self._each(self._ended, len(self._records))
+
+    def _note(self, now: float, answers: int) -> None:
+        before, after = self._before, self._engine.tally()
+        self._before = after
+        self._steps.append(
             StepRecord(
                 end=now,
                 prefill_rows=after.prefill_rows - before.prefill_rows,
                 decode_rows=after.decode_rows - before.decode_rows,
-                answers=len(outputs),
+                answers=answers,
                 running=after.running,
                 waiting=after.waiting,
                 bytes_by_kind={
-                    "expert": after.resident * expert_bytes,
+                    "expert": after.resident * self._expert_bytes,
                     "kv": after.kv_bytes,
                     "states": after.state_bytes,
                     "buffer": after.buffer_bytes,
@@ -145,8 +189,6 @@ def run_workload(
                 link_bytes=after.link_bytes - before.link_bytes,
             )
         )
-        before = after
-    return Run(records, steps, before.preemptions - first_preemptions)
 
 
 def _submit(engine: Engine, spec: RequestSpec, random: np.random.Generator) -> Request:

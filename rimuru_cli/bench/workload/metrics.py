@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +25,7 @@ class RequestRecord:
     token_times: list[float] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """One forward step.
 
     Attributes:
@@ -77,7 +76,8 @@ def summarise(records: Sequence[RequestRecord], steps: Sequence[StepRecord], *, 
         "completed": len(done),
         "seconds": seconds,
         "steps": len(steps),
-        "peak_concurrency": max((step.running for step in steps), default=0),
+        # In the last step somebody ran, too, though nobody does after it.
+        "peak_concurrency": max((max(1, step.running) for step in steps), default=0),
         "mean_concurrency": float(np.mean([step.running for step in steps])) if steps else 0.0,
         "throughput": answers / seconds,
         "request_throughput": len(done) / seconds,

@@ -33,6 +33,7 @@ CHARACTERS_PER_TOKEN = 4.0
 """Of English text, where no tokenizer is given to count with."""
 
 _MOST_BYTES = 4 << 30
+_LATEST = 1e9  # seconds, for an arrival
 Arrivals = Literal["poisson", "bursty", "at-once"]
 
 
@@ -73,14 +74,21 @@ def generate_requests(
 
 
 def arrival_times(count: int, *, rate: float, arrivals: Arrivals, burstiness: float, seed: int) -> list[float]:
-    """Seconds from the start, ascending, the first at 0."""
+    """Seconds from the start, ascending, the first at 0.
+
+    Raises:
+        UsageError: the last would come only after 30 years.
+    """
     if arrivals == "at-once" or math.isinf(rate):
         return [0.0] * count
     random = np.random.default_rng([seed, 1])
     shape = 1.0 if arrivals == "poisson" else burstiness
     gaps = random.gamma(shape, 1.0 / (rate * shape), count)
     gaps[0] = 0.0
-    return [float(t) for t in np.cumsum(gaps)]
+    times = np.cumsum(gaps)
+    if not times[-1] < _LATEST:
+        raise UsageError(f"At {rate:g} requests a second the last of {count:,} would come only after 30 years.", hint="Give a higher rate.")
+    return [float(t) for t in times]
 
 
 def _lengths(random: np.random.Generator, count: int, mean: float, spread: float, longest: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -180,13 +188,15 @@ def _lines(text: str, path: Path) -> Iterator[tuple[float | None, int, int]]:
         if not isinstance(row, dict):
             raise UsageError(f"Line {number} of {path} is not an object.", hint='One line: {"prompt_tokens": 200, "answer_tokens": 300}')
         arrival = row.get("arrival")
-        if arrival is not None and not (isinstance(arrival, int | float) and not isinstance(arrival, bool) and 0 <= arrival < 1e9):
+        if arrival is not None and not (isinstance(arrival, int | float) and not isinstance(arrival, bool) and 0 <= arrival < _LATEST):
             raise UsageError(f"Line {number} of {path}: arrival must be seconds from the start, not {reprlib.repr(arrival)}.")
         yield (arrival, _count(row, "prompt_tokens", number, path), _count(row, "answer_tokens", number, path))
 
 
 def _count(row: dict[str, Any], name: str, number: int, path: Path) -> int:
-    value = row.get(name)
+    if name not in row:
+        raise UsageError(f"Line {number} of {path} has no {name}.", hint='One line: {"prompt_tokens": 200, "answer_tokens": 300}')
+    value = row[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 1 << 24:
         raise UsageError(f"Line {number} of {path}: {name} must be a whole number from 1 to 16,777,216, not {reprlib.repr(value)}.")
     return value

@@ -68,6 +68,9 @@ class SyntheticRouting:
         self._shape, self._top_k = shape, top_k
         self._random = np.random.default_rng([seed, 3])
         self._summed = self._sums = self._left = np.zeros(0, dtype=np.float32)
+        # Chances drawn for steps that have not come yet, how many of these steps have, and what the generator was before it drew them.
+        self._coins: Floats = np.zeros((0, log_weights[0].size), dtype=np.float32)
+        self._used, self._before = 0, self._random.bit_generator.state
         self._last: dict[int, NDArray[np.bool_]] = {}  # of each request whose last token was drawn by itself
 
     def topic_of(self, request: int) -> int:
@@ -76,6 +79,7 @@ class SyntheticRouting:
 
     def draw_each(self, topics: Mapping[int, int]) -> Drawn:
         """One token of each request; `topics` by request."""
+        self._put_back()
         requests = list(topics)
         rates = self._slowness[list(topics.values())]
         times = self._random.standard_exponential(rates.shape, dtype=np.float32) * rates
@@ -92,12 +96,34 @@ class SyntheticRouting:
 
     def draw_sums(self, tokens: Floats) -> Drawn:
         """A step of so many tokens of each topic, float32 [TOPICS]."""
+        touched, uses = self.foresee(tokens, 1)
+        self.use(1)
+        return Drawn(touched[0], uses)
+
+    def foresee(self, tokens: Floats, steps: int) -> tuple[NDArray[np.bool_], Floats]:
+        """What `draw_sums` will say in the next `steps` steps: touched bool [steps, L, E], and the uses of each; nothing is drawn yet."""
         self._last = {}
         if not np.array_equal(tokens, self._summed):
             # Mostly the same sequences go on.
             self._summed, self._sums, self._left = tokens.copy(), tokens @ self._chances, np.exp(tokens @ self._log_left)
-        touched = self._random.random(len(self._left), dtype=np.float32) >= self._left
-        return Drawn(touched.reshape(self._shape), self._sums.reshape(self._shape))
+            self._sums.flags.writeable = False
+        if len(self._coins) - self._used < steps:
+            self._put_back()
+            self._before = self._random.bit_generator.state
+            self._coins = self._random.random((steps, len(self._left)), dtype=np.float32)
+        touched = self._coins[self._used : self._used + steps] >= self._left
+        return touched.reshape(steps, *self._shape), self._sums.reshape(self._shape)
+
+    def use(self, steps: int) -> None:
+        """So many of the steps that were foreseen have come."""
+        self._used += steps
+
+    def _put_back(self) -> None:
+        """Be as if only what was used had been drawn."""
+        if self._used < len(self._coins):
+            self._random.bit_generator.state = self._before
+            self._random.random((self._used, len(self._left)), dtype=np.float32)
+        self._coins, self._used = self._coins[:0], 0
 
 
 def inclusion(weights: NDArray[Any], top_k: int) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ import torch
 
 from rimuru_cli.bench.gpu_only import require_gpu
 from rimuru_cli.bench.machine import memory_facts
-from rimuru_cli.bench.synthetic import SHAPES, SMALL_SHAPE
+from rimuru_cli.bench.synthetic import SHAPES, SMALL_SHAPE, SMALL_SHAPES
 from rimuru_cli.bench.tokens import SyntheticModel, reclaim
 from rimuru_cli.bench.workload.cost import H200
 from rimuru_cli.bench.workload.driver import RealClock, Run, SimulatedClock, run_workload
@@ -146,6 +146,19 @@ def warm_up(specs: Sequence[RequestSpec], sequences: int) -> list[RequestSpec]:
     return [RequestSpec(0.0, short, min(answer, length)) for length in lengths] + [RequestSpec(0.0, prompt, 1)] * min(8, most - count)
 
 
+def prompt_steps(specs: Sequence[RequestSpec], tokens: int) -> list[list[RequestSpec]]:
+    """Requests, group by group, whose prompts make a step of about every size up to `tokens`; else whoever is measured first would wait for
+    kernels to be compiled: they are for a few ranges of sizes, and for multiples of 16 and other numbers."""
+    most, sizes = max(spec.prompt_tokens for spec in specs), [16]
+    while sizes[-1] < tokens:
+        sizes.append(min(tokens, 2 * sizes[-1]))
+    groups = []
+    for size in sorted({size - less for size in sizes for less in (0, 1)}):
+        whole, rest = divmod(size, most)
+        groups.append([RequestSpec(0.0, most, 1)] * whole + [RequestSpec(0.0, rest, 1)] * (rest > 0))
+    return groups
+
+
 def _used_bytes() -> int:
     if not torch.cuda.is_available():
         return 0
@@ -178,10 +191,10 @@ class _Real:
 
     def __init__(self, setting: Setting, report: Progress) -> None:
         on_gpu = select_backend().name == "triton"
-        if setting.shape != SMALL_SHAPE:
+        if setting.shape not in SMALL_SHAPES:
             require_gpu(f"The shape {setting.shape}", f"--simulate needs none; --model-shape {SMALL_SHAPE} runs anywhere.")
         device, dtype = (torch.device("cuda"), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
-        self._setting = setting
+        self._setting, self._compiles = setting, on_gpu
         self._model = SyntheticModel(setting.shape, device, report, dtype=dtype)
         self.device = torch.cuda.get_device_name(device) if on_gpu else "cpu, emulating a device"
         self._peak = 0
@@ -195,8 +208,10 @@ class _Real:
 
         try:
             with self._model.engine_with(config)[0] as engine:
-                run_workload(engine, warm_up(specs, config.max_sequences), RealClock(), seed=-1 % 2**31)
-                engine.forget()
+                groups = prompt_steps(specs, config.device_batch_tokens) if self._compiles else []
+                for seed, group in enumerate([*groups, warm_up(specs, config.max_sequences)]):
+                    run_workload(engine, group, RealClock(), seed=2**31 + seed)
+                    engine.forget()
                 return run_workload(engine, specs, RealClock(), seed=self._setting.seed, each=look)
         finally:
             reclaim()

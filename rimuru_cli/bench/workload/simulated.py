@@ -6,23 +6,20 @@ choose comes from `SyntheticRouting`, what it costs from `CostModel`, and the cl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from rimuru_cli.bench.workload.cost import CostModel, StepLoad
+from rimuru_cli.bench.workload.cost import CostModel
 from rimuru_cli.bench.workload.driver import SimulatedClock
-from rimuru_cli.bench.workload.routing import FEW, TOPICS, Drawn, SyntheticRouting
+from rimuru_cli.bench.workload.routing import SyntheticRouting
 from rimuru_cli.bench.workload.simulated_memory import SimulatedHost, SimulatedLoader, SimulatedResidency
+from rimuru_cli.bench.workload.simulated_runner import SimulatedExperts, SimulatedRunner
 from rimuru_cli.engine.bookmarks import Bookmarks
 from rimuru_cli.engine.config import EngineConfig
 from rimuru_cli.engine.describe import engine_info
-from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS, StepChoice
+from rimuru_cli.engine.device.choice import MAX_ON_DEMAND_ROWS
 from rimuru_cli.engine.device.lending import Lender
 from rimuru_cli.engine.device.link import LinkRates
 from rimuru_cli.engine.device.plan import DevicePlan, plan_device_memory
@@ -35,115 +32,11 @@ from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_cli.engine.memory.views import ConvView, ExpertView, KVView, SSMView
 from rimuru_cli.engine.parts import Parts, Recurrent
 from rimuru_cli.engine.room import Room
-from rimuru_cli.engine.scheduler import ScheduledRows
 from rimuru_cli.engine.state_blocks import StateBlocks
 from rimuru_cli.fit.machine import Gpu
 from rimuru_cli.fit.placement import CUDA_PROGRAM_BYTES
 from rimuru_cli.fit.shape import shape_of
 from rimuru_models.config import ModelConfig
-
-
-class SimulatedExperts(StepChoice):
-    """Counts selections, and decides as `DeviceExperts` does."""
-
-    recorder = None
-    fetched_bytes = 0
-
-    def __init__(self, **choice: Any) -> None:
-        super().__init__(**choice)
-        self.uses = self.hits = 0
-        self.row_hits: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
-    def count(self, rows: int, uses: int, hits: int) -> None:
-        """A step of so many rows selected `uses` experts, `hits` of them resident."""
-        self.uses += uses
-        self.hits += hits
-        self._learn(rows, uses, hits)
-        self.row_hits = np.full(rows, hits // rows, dtype=np.int64)
-        self.row_hits[: hits % rows] += 1
-
-    def close(self) -> None:
-        """Nothing to end."""
-
-
-class SimulatedRunner:
-    """Takes a step's decisions, works out its time and lets it pass."""
-
-    def __init__(
-        self,
-        *,
-        experts: SimulatedExperts,
-        residency: SimulatedResidency,
-        ranking: ExpertRanking,
-        host: SimulatedHost,
-        loader: SimulatedLoader,
-        lender: Lender,
-        routing: SyntheticRouting,
-        cost: CostModel,
-        clock: SimulatedClock,
-        top_k: int,
-        live: bool,
-    ) -> None:
-        self._experts, self._residency, self._ranking = experts, residency, ranking
-        self._host, self._loader, self._lender = host, loader, lender
-        self._routing, self._cost, self._clock = routing, cost, clock
-        self._uses_per_row = host.num_layers * top_k
-        self._live = live
-        self._topics: dict[int, int] = {}
-
-    def forward(self, plan: Sequence[ScheduledRows]) -> Tensor | None:
-        """Zeros float32 [number of sampling rows, 1], or None if no row is sampled from."""
-        counts = np.array([item.count for item in plan])
-        computed = np.array([item.sequence.computed for item in plan])
-        rows, sampled = int(counts.sum()), sum(item.samples for item in plan)
-        visible, held = int((counts * computed + counts * (counts + 1) // 2).sum()), int(computed.sum()) + rows
-        on_demand = self._experts.prefers_on_demand(rows)
-        buffers = self._lender.lend(rows, on_demand=on_demand)
-        drawn = self._draw(plan, rows)
-        hits = self._count(drawn, rows)
-        captured = on_demand and rows == len(plan) == sampled
-        compute = self._cost.compute(StepLoad(rows, len(plan), visible, held, drawn.touched.sum(1), captured))
-        if on_demand:
-            missed = self._residency.exchange(drawn)
-            busy = missed * self._cost.expert_bytes / self._cost.fetch
-            seconds = self._cost.on_demand(compute, missed)
-        else:
-            absent = self._host.num_experts - self._residency.resident.sum(1)
-            missed = int(absent.sum())
-            busy = missed * self._cost.expert_bytes / self._cost.copy
-            slots = 0 if buffers is None else len(buffers.slots)
-            seconds = self._cost.streamed(compute, absent, slots)
-        self._host.bytes_read += missed * self._host.expert_bytes
-        self._experts.count(rows, rows * self._uses_per_row, hits)
-        self._clock.advance(seconds)
-        self._loader.use(max(0.0, seconds - busy))
-        return torch.zeros(sampled, 1) if sampled else None
-
-    def launch_ahead(self, likeliest: Tensor, arriving: Tensor) -> None:
-        """Nothing can be ahead of a clock that stands still meanwhile."""
-
-    def _draw(self, plan: Sequence[ScheduledRows], rows: int) -> Drawn:
-        requests = [item.sequence.request.id for item in plan]
-        topics = [self._topic(request) for request in requests]
-        if rows == len(plan) <= FEW:
-            return self._routing.draw_each(dict(zip(requests, topics, strict=True)))
-        counts = np.bincount(topics, weights=[item.count for item in plan], minlength=TOPICS)
-        return self._routing.draw_sums(counts.astype(np.float32))
-
-    def _topic(self, request: int) -> int:
-        topic = self._topics.get(request)
-        if topic is None:
-            topic = self._topics[request] = self._routing.topic_of(request)
-        return topic
-
-    def _count(self, drawn: Drawn, rows: int) -> int:
-        """Take the step into the ranking; returns selections that found their expert resident."""
-        total = float(drawn.uses.sum())
-        share = float(drawn.uses[self._residency.resident].sum()) / total
-        if self._live:
-            self._ranking.begin_step(rows)
-            self._ranking.add_counts(drawn.uses * (rows * self._host.num_layers / total), rows)
-        return round(share * rows * self._uses_per_row)
 
 
 def simulated_engine(
@@ -233,6 +126,7 @@ def simulated_engine(
         ),
         link_rate=cost.copy,
         captured_rows=MAX_ON_DEMAND_ROWS,
+        repeats=runner.repeat,
         clock=clock.now,
     )
     return Engine(parts, config)

@@ -96,19 +96,37 @@ class SimulatedLoader(Loader):
 class SimulatedResidency(Residency):
     """Tables without contents; a device's own exchange of experts (`expert_fetch.resolve`) is `exchange`."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.changes = 0  # of who is visible
+        self._counted = -1  # what of it the counts below know
+        self._visible: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._absent: list[int] = []
+        self._fewest = 0
+
     @property
     def fewest_visible(self) -> int:
         """See `DeviceResidency.fewest_visible`."""
-        return int(self._visible().min())
+        self._count()
+        return self._fewest
 
     @property
     def absent_by_layer(self) -> list[int]:
         """See `DeviceResidency.absent_by_layer`."""
-        return [self._host.num_experts - count for count in self._visible().tolist()]
+        self._count()
+        return self._absent
 
-    def _visible(self) -> NDArray[np.int64]:
-        visible: NDArray[np.int64] = self.resident.sum(1)
-        return visible
+    @property
+    def absent(self) -> NDArray[np.int64]:
+        """The same as int64 [MoE layers]."""
+        self._count()
+        return self._host.num_experts - self._visible
+
+    def _count(self) -> None:
+        if self._counted != self.changes:
+            self._visible, self._counted = self.resident.sum(1), self.changes
+            self._fewest = int(self._visible.min())
+            self._absent = [self._host.num_experts - count for count in self._visible.tolist()]
 
     def exchange(self, drawn: Drawn) -> int:
         """Give absent experts that a step uses the pages of the lowest-ranked unused residents of their layer; returns the misses."""
@@ -125,6 +143,7 @@ class SimulatedResidency(Residency):
             self.entries[layers, wanted] = self.entries[layers, going]
             self.entries[layers, going] = -1
             self.resident[layers, wanted], self.resident[layers, going] = True, False
+            self.changes += 1
         return int(misses.sum())
 
     def commit(self, *, wait: bool = False) -> None:
@@ -139,7 +158,9 @@ class SimulatedResidency(Residency):
     def _show(self, layer: int, expert: int, pages: list[int]) -> None:
         self.entries[layer, expert] = pages
         self.resident[layer, expert] = True
+        self.changes += 1
 
     def _hide(self, layer: int, expert: int) -> None:
         self.entries[layer, expert] = -1
         self.resident[layer, expert] = False
+        self.changes += 1
