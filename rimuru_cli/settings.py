@@ -95,8 +95,13 @@ def parse_switch(value: object) -> bool:
         return value
     word = str(value).strip().lower()
     if word not in _YES | _NO:
-        raise UsageError(f"{value!r} is neither on nor off.")
+        raise UsageError(f"{_quoted(value)} is neither on nor off.")
     return word in _YES
+
+
+def _quoted(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:79] + "…"
 
 
 def _number(low: float, high: float = math.inf) -> Callable[[object], float]:
@@ -106,7 +111,7 @@ def _number(low: float, high: float = math.inf) -> Callable[[object], float]:
         except ValueError:
             number = math.nan
         if math.isnan(number) or math.isinf(number):
-            raise UsageError(f"{value!r} is not a number.")
+            raise UsageError(f"{_quoted(value)} is not a number.")
         if not low <= number <= high:
             raise UsageError(f"it must be {_span(low, high)}, not {value}.")
         return number
@@ -118,7 +123,7 @@ def _whole(low: int, high: int = 2**63 - 1) -> Callable[[object], int]:
     def parse(value: object) -> int:
         text = str(value).strip()
         if isinstance(value, bool) or not re.fullmatch(r"[+-]?[0-9]{1,20}", text):
-            raise UsageError(f"{value!r} is not a whole number.")
+            raise UsageError(f"{_quoted(value)} is not a whole number.")
         if not low <= int(text) <= high:
             raise UsageError(f"it must be {_span(low, high)}, not {text}.")
         return int(text)
@@ -132,7 +137,7 @@ def _span(low: float, high: float) -> str:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise UsageError(f"{value!r} is not text.")
+        raise UsageError(f"{_quoted(value)} is not text.")
     return value
 
 

@@ -35,7 +35,8 @@ class Crowd:
 
     Attributes:
         captured_rows: most rows of a captured step; captured_seconds: what such a step takes, or a part of it; None while nothing is known.
-        wide_seconds: what a wider step takes (before the first: one with a prompt); None while that is not known.
+        wide_seconds: what a wider step takes (before the first: one with a prompt), and those take in which `reachable` sequences have
+            displaced experts; None while that is not known.
         reachable: sequences that would run in wide steps.
     """
 

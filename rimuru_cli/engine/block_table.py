@@ -72,9 +72,11 @@ class BlockTable:
             assert block is not None, "an empty row has no pages"
             block.pages = self._pages[slot].tolist()
 
-    def remove(self, block: TokenBlock) -> None:
-        """Empty the row of a block that gives its pages back."""
-        self._pages[block.slot] = -1
-        self.blocks[block.slot] = None
-        self._free.append(block.slot)
-        block.slot = -1
+    def remove(self, blocks: Sequence[TokenBlock]) -> None:
+        """Empty the rows of blocks that give their pages back."""
+        slots = [block.slot for block in blocks]
+        self._pages[slots] = -1
+        self._free += slots
+        for block, slot in zip(blocks, slots, strict=True):
+            self.blocks[slot] = None
+            block.slot = -1

@@ -158,9 +158,10 @@ def shrink_pool(parts: Parts, pool_bytes: int) -> tuple[int, int, int, int]:
         experts retired, bytes moved, tokens evicted, bytes given back.
 
     Raises:
-        DoesNotFitError: pages of what runs do not fit below; nothing has moved.
+        DoesNotFitError: pages of what runs do not fit below; nothing has moved, and experts that had been retired for it are loaded again.
     """
     pool, blocks, residency = parts.pool, parts.blocks, parts.residency
+    experts = residency.num_resident
     allocator, geometry = pool.allocator, pool.geometry
     if parts.lent is not None:
         parts.lent.close()  # the next step lends them again
@@ -173,6 +174,10 @@ def shrink_pool(parts: Parts, pool_bytes: int) -> tuple[int, int, int, int]:
         states = _move_states(parts)
         moved = residency.move_from(pool_bytes // ENTRY_BYTES)
         returned = pool.shrink(pool_bytes)
+    except DoesNotFitError:
+        pool.limit(pool.num_bytes)
+        residency.expand(experts - residency.num_resident)
+        raise
     except BaseException:
         pool.limit(pool.num_bytes)
         raise

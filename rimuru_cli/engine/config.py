@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -14,9 +15,8 @@ from rimuru_cli.engine.admission import AdmissionPolicy, paced
 from rimuru_cli.engine.experts.adjuster import AdjusterConstants, AdjusterPolicy, decide
 from rimuru_cli.engine.experts.defaults import DEFAULT_DECAY
 from rimuru_cli.engine.experts.pages import ExpertPages, block_bytes
-from rimuru_cli.engine.experts.planes import has_product
 from rimuru_cli.engine.memory.division import Division
-from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES, PoolGeometry, choose_block_tokens
+from rimuru_cli.engine.memory.geometry import MAX_KV_TAIL, MAX_PAGE_BYTES, PoolGeometry, choose_block_tokens
 from rimuru_cli.engine.memory.state_layout import StateLayout
 from rimuru_kernels.sizes import MAX_SCORES, kv_token_bytes
 from rimuru_models.config import ModelConfig
@@ -37,6 +37,7 @@ _LEAST_CONTEXT = 512
 _DEFAULT_CONTEXT = 8192
 DEFAULT_STATES = 5
 """Sequences' states that the default size makes room for: one that runs, and those that are kept to resume from."""
+_TAIL_OF_CUT_PAGES = Fraction(4, 100)
 # Share of the free memory of the machine that is taken when no ceiling is given.
 DEFAULT_SHARE = 0.7
 
@@ -190,25 +191,28 @@ def expert_floor(num_experts: int, top_k: int, offload_limit: int | None) -> int
 
 
 def page_geometry(
-    model: ModelConfig, itemsize: int, config: EngineConfig, formats: WeightFormats | None = None, *, planes: bool = False
+    model: ModelConfig, itemsize: int, config: EngineConfig, formats: WeightFormats | None = None, *, cpu: bool = False
 ) -> tuple[PoolGeometry, int]:
     """Page sizes of a pool whose cache, convolution states and plain experts have `itemsize` bytes a number, and the tokens of a KV page.
 
     Args:
         formats: of the weights; None: all experts are plain.
-        planes: see `ExpertPages`.
+        cpu: see `ExpertPages`.
     """
-    experts = expert_pages(model, itemsize, config, formats, planes=planes)
+    experts = expert_pages(model, itemsize, config, formats, cpu=cpu)
     page_bytes = experts.page_bytes
     token_bytes = kv_bytes(model, itemsize, config)
     state = model.recurrent.state_bytes if model.recurrent is not None else None
-    block_tokens = choose_block_tokens(token_bytes, page_bytes, state, requested=config.block_tokens)
+    # Pages that were cut so that experts waste least suit the cache less: blocks of few tokens would cost more than these tails.
+    tail = MAX_KV_TAIL if experts.alike else _TAIL_OF_CUT_PAGES
+    block_tokens = choose_block_tokens(token_bytes, page_bytes, state, requested=config.block_tokens, max_tail=tail)
     geometry = PoolGeometry.from_bytes(
         page_bytes,
         block_tokens * token_bytes,
         state,
         model.recurrent.conv_row_bytes(itemsize) if model.recurrent is not None else None,
         experts.tiles,
+        experts.pages_per_expert if experts.pages_per_expert != 3 * experts.tiles else None,
     )
     return geometry, block_tokens
 
@@ -219,11 +223,11 @@ def kv_bytes(model: ModelConfig, itemsize: int, config: EngineConfig) -> int:
 
 
 def expert_pages(
-    model: ModelConfig, itemsize: int, config: EngineConfig, formats: WeightFormats | None, *, planes: bool = False
+    model: ModelConfig, itemsize: int, config: EngineConfig, formats: WeightFormats | None, *, cpu: bool = False
 ) -> ExpertPages:
     """How experts lie in pages, plain ones with `itemsize` bytes a weight; see `page_geometry`."""
     experts = None if formats is None else formats.experts
-    return ExpertPages.build(model, itemsize, experts, config.max_page_bytes, planes=planes)
+    return ExpertPages.build(model, itemsize, experts, config.max_page_bytes, cpu=cpu)
 
 
 def page_division(model: ModelConfig, geometry: PoolGeometry) -> Division:
@@ -246,20 +250,21 @@ def plan_memory(
     Raises:
         DoesNotFitError: the ceiling (or the machine) is too small; says the minimum.
     """
-    geometry, block_tokens = page_geometry(model, 4, config, formats, planes=has_product())
-    lying = expert_pages(model, 4, config, formats, planes=has_product())
+    geometry, block_tokens = page_geometry(model, 4, config, formats, cpu=True)
+    lying = expert_pages(model, 4, config, formats, cpu=True)
     layers, pages_per_expert = len(model.moe_layers), geometry.pages_per_expert
+    # Loading buffers hold experts of any layer, so that their places have the pages of the largest.
     floor = expert_floor(model.num_experts, model.top_k, config.expert_offload_limit)
     buffer_experts = max(1, min(model.num_experts - floor, _BUFFER_EXPERTS, _BUFFER_BYTES // lying.expert_bytes))
     wanted_context = min(model.max_positions, config.context or model.max_positions)
     dense = dense_bytes(model, 4)
     reserve = AdjusterConstants().high_free + pages_per_expert
     division, kv_layers = page_division(model, geometry), len(model.attention_layers)
-    floor_pages = (floor * layers + 2 * buffer_experts) * pages_per_expert
+    floor_pages = lying.pages_of(floor * layers) + 2 * buffer_experts * pages_per_expert
 
     def pool_bytes(experts: int, context: int, spare_pages: int = 0, states: int = 1) -> int:
         kv_pages = -(-context // block_tokens) * kv_layers
-        pages = (experts + 2 * buffer_experts) * pages_per_expert + spare_pages
+        pages = lying.pages_of(experts) + 2 * buffer_experts * pages_per_expert + spare_pages
         return division.huge_pages(pages, kv_pages, states) * geometry.huge_page_bytes
 
     def kv_pages_of(pool: int) -> int:
@@ -347,7 +352,13 @@ def executor_bytes(top_k: int, f: int, d: int, max_tokens: int, lying: ExpertPag
     """
     per_token = 4 * (top_k * d * 2 + 4 * f + 2 * d)
     if lying is not None and lying.packed:
-        return top_k * lying.expert_bytes + 3 * f * d * 4 + block_bytes(max(f, d)) + max_tokens * per_token
+        places = top_k * lying.pages_per_expert * lying.page_bytes
+        plain = 0 if all(lying.layers) else 3 * f * d * 4
+        scratch = block_bytes(max(f, d))
+        if lying.rewritten:
+            # The two threads that bring experts have scratch of their own.
+            scratch += 2 * (block_bytes(max(f, d)) + lying.packed_at_once * lying.pages_per_expert * lying.packed_page_bytes)
+        return places + plain + scratch + max_tokens * per_token
     return (top_k + 1) * 3 * f * d * 4 + max_tokens * per_token
 
 

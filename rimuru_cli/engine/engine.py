@@ -12,16 +12,17 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from rimuru_cli.engine.alike import TOKEN, Around, take
 from rimuru_cli.engine.ceiling import MemoryChange, Running, described, least_ceiling, replan, shrink_pool
 from rimuru_cli.engine.config import EngineConfig, Progress
+from rimuru_cli.engine.counting import Clock, count_alike, count_rows
 from rimuru_cli.engine.experts.adjuster import AdjusterStats
 from rimuru_cli.engine.experts.executor import Recorder
 from rimuru_cli.engine.hybrid_scheduler import HybridScheduler
@@ -34,6 +35,7 @@ from rimuru_cli.engine.sampler import SamplerState, sample
 from rimuru_cli.engine.scheduler import ScheduledRows, Scheduler
 from rimuru_cli.engine.sequence import Sequence as TokenSequence
 from rimuru_cli.engine.stats import CEILING_LOWERED, AdjusterEvent, EngineInfo, Snapshot, Tally, Work
+from rimuru_cli.engine.table_checks import check_tables
 from rimuru_cli.engine.telemetry.collect import Watched
 from rimuru_cli.engine.telemetry.publish import Publisher
 from rimuru_cli.engine.turns import in_turn, undisturbed
@@ -62,13 +64,6 @@ class TokenOutput:
     finish_reason: FinishReason | None
 
 
-@dataclass
-class _Clock:
-    submitted: float
-    started: float | None = None
-    first_token: float | None = None
-
-
 class Engine:
     """Runs one model over one page pool.
 
@@ -84,11 +79,12 @@ class Engine:
         self.info: EngineInfo = parts.info
         self.eos_ids: frozenset[int] = parts.eos_ids
         self._allocator = parts.pool.allocator
+        self._uses_per_row = parts.host.num_layers * parts.info.top_k
         self._kv_per_block = parts.plan.geometry.layout(PageKind.KV).per_parent
         self._scheduler = self._make_scheduler()
         self._sequences: dict[int, TokenSequence] = {}
         self._samplers: dict[int, SamplerState] = {}
-        self._clocks: dict[int, _Clock] = {}
+        self._clocks: dict[int, Clock] = {}
         self._ids = itertools.count(1)
         self._work = Work(captured_rows=parts.captured_rows)
         self._worth = Worth(parts, config.admission, self._work, self._scheduler)
@@ -101,12 +97,14 @@ class Engine:
     def _make_scheduler(self) -> Scheduler:
         parts, recurrent = self._parts, self._parts.recurrent
         limits = {"max_batch_tokens": parts.plan.max_batch_tokens, "max_sequences": self._config.max_sequences}
+
+        def worth(blocks: int, joins: bool) -> bool:
+            return self._worth.of(blocks, joins=joins)
+
         if recurrent is None:
-            return Scheduler(
-                parts.blocks, self._available_pages, self._make_room, lambda n, joins: self._worth.of(n, joins=joins), **limits
-            )
-        recurrent.room.adjust = self._adjust
-        return HybridScheduler(parts.blocks, recurrent.states, recurrent.bookmarks, recurrent.room, **limits)
+            return Scheduler(parts.blocks, self._available_pages, self._make_room, worth, **limits)
+        recurrent.room.adjust, recurrent.room.crowded = self._adjust, lambda: self._worth.crowded
+        return HybridScheduler(parts.blocks, recurrent.states, recurrent.bookmarks, recurrent.room, worth, **limits)
 
     @classmethod
     def load(cls, model_dir: Path, config: EngineConfig | None = None, progress: Progress | None = None) -> Engine:
@@ -159,7 +157,7 @@ class Engine:
         sequence = TokenSequence(request, list(prompt), longest)
         self._sequences[request.id] = sequence
         self._samplers[request.id] = SamplerState(params, prompt, device=self._parts.device)
-        self._clocks[request.id] = _Clock(self._now())
+        self._clocks[request.id] = Clock(self._now())
         self._scheduler.add(sequence)
         return request
 
@@ -177,10 +175,11 @@ class Engine:
         try:
             logits = runner.forward(plan)
             states = [self._samplers[s.request.id] for s in sampling]
-            tokens = [] if logits is None else sample(logits, states, runner.launch_ahead)
-            # Only now, so that a step that fails can be tried again: a sequence whose newest token is computed always has a next one.
+            # Random numbers that are drawn belong to tokens that are kept, or a Ctrl-C in between would change the text.
             with undisturbed():
-                self._count_rows(plan)
+                tokens = [] if logits is None else sample(logits, states, runner.launch_ahead)
+                # Only now, so that a step that fails can be tried again: a sequence whose newest token is computed always has a next one.
+                count_rows(plan, self._parts.experts.row_hits, self._uses_per_row, self._work)
                 self._scheduler.computed(plan)
                 now = self._now()
                 outputs = [self._accept(sequence, token, now) for sequence, token in zip(sampling, tokens, strict=True)]
@@ -194,12 +193,35 @@ class Engine:
             self._publisher.stepped()
         return outputs
 
-    def _plan(self) -> list[ScheduledRows]:
-        """The rows of the next step, their pages taken and experts moved as it is best for them."""
+    @in_turn
+    @undisturbed()
+    @torch.inference_mode()
+    def steps_alike(self, told: Callable[[list[TokenOutput]], bool]) -> list[Request]:
+        """Take more steps as long as each is like the last one; only in simulations, elsewhere none. See `alike.take`."""
+        parts, scheduler = self._parts, self._scheduler
+        if parts.repeats is None or self._publisher is not None or len(scheduler.running) >= parts.plan.max_batch_tokens:
+            return []
+        around = Around(
+            begin=self._begin,
+            adjust=lambda: self._adjust(required_blocks=0),
+            end=lambda rows, began: self._work.add_tokens(0, rows, self._now() - began),
+            put_down=self._put_down,
+            accept=lambda sequence, token: self._accept(sequence, token, self._now()),
+        )
+        size, longest = parts.blocks.block_tokens, self.info.context_limit
+        return take(around, scheduler, parts.repeats, told, block_tokens=size, longest=longest)
+
+    def _begin(self) -> float:
+        """Make experts visible that have arrived; returns the time before."""
         began, residency = self._now(), self._parts.residency
         waited = residency.waited
         residency.commit()
         self._handed_over(0, began, waited)
+        return began
+
+    def _plan(self) -> list[ScheduledRows]:
+        """The rows of the next step, their pages taken and experts moved as it is best for them."""
+        self._begin()
         plan = self._scheduler.schedule()
         if not plan:
             return []
@@ -329,24 +351,7 @@ class Engine:
     @in_turn
     def check_integrity(self) -> None:
         """All tables agree: allocator, resident experts, loading buffers, token blocks. Raises AssertionError otherwise."""
-        self._allocator.check_integrity()
-        self._parts.residency.check_integrity()
-        self._parts.blocks.check_integrity()
-        held = {id(b): b for s in self._sequences.values() for b in s.blocks}
-        recurrent = self._parts.recurrent
-        if recurrent is not None:
-            held |= {id(b): b for bookmark in recurrent.bookmarks.all() for b in bookmark.blocks}
-            known = [s.states for s in self._sequences.values() if s.states is not None]
-            known += [states for s in self._sequences.values() for states in s.keeping.values()]
-            recurrent.check_integrity(known, self._allocator)
-        kv_pages = sum(len(b.pages) for b in held.values()) + self._parts.blocks.idle_pages
-        assert kv_pages == self._allocator.owned(PageKind.KV), (
-            f"{kv_pages} KV pages are known, {self._allocator.owned(PageKind.KV)} are owned"
-        )
-        ours = self._parts.residency.num_resident * self._parts.residency.pages_per_expert + self._parts.buffers.num_pages
-        assert ours == self._allocator.owned(PageKind.EXPERT), (
-            f"{ours} expert pages are known, {self._allocator.owned(PageKind.EXPERT)} are owned"
-        )
+        check_tables(self._parts, list(self._sequences.values()))
 
     def close(self) -> None:
         """End all requests and give every page back. The engine cannot be used afterwards."""
@@ -406,7 +411,7 @@ class Engine:
         """Retire experts until `num_pages` KV pages are free; changes nothing and returns False if the floor does not allow it."""
         residency, lent = self._parts.residency, self._parts.lent
         lacking = num_pages - self._allocator.available(PageKind.KV)
-        beyond = lacking - residency.shrinkable * residency.pages_per_expert * self._kv_per_block
+        beyond = lacking - residency.shrinkable_pages * self._kv_per_block
         if num_pages > self._kv_allowance() or beyond > (lent.num_pages * self._kv_per_block if lent is not None else 0):
             return False
         if beyond > 0 and lent is not None:
@@ -436,12 +441,15 @@ class Engine:
         if shrink and required_blocks == 0 and not self._worth.of_youngest():
             shrink = 0
         expand = 0 if shrink else max(decision.expand, 0)
+        if not shrink and not expand:
+            return
+        owned = residency.owned_pages
         shrunk = residency.shrink(shrink) if shrink else 0
         if expand and spare:
             self._worth.evict_for(expand)
         expanded = residency.expand(expand) if expand else 0
         if shrunk or expanded:
-            handed_over = (shrunk + expanded) * residency.pages_per_expert * self._parts.plan.geometry.expert_page_bytes
+            handed_over = abs(residency.owned_pages - owned) * self._parts.plan.geometry.expert_page_bytes
             self._handed_over(handed_over, began, waited)
             blocks = stats.required_blocks, stats.free_blocks
             self._events.append(AdjusterEvent(self._work.steps, shrunk, expanded, decision.reason, *blocks, time.time()))
@@ -451,20 +459,12 @@ class Engine:
         """Count pages that changed hands since `began`; while the device was busy with what was queued before, nothing stood still."""
         self._work.add_handover(num_bytes, self._now() - began - (self._parts.residency.waited - waited))
 
-    def _count_rows(self, plan: Sequence[ScheduledRows]) -> None:
-        # Sums from the first row on, so that a sequence's hits are a difference: hundreds of small sums would take longer than the step.
-        hits = [0, *np.cumsum(self._parts.experts.row_hits).tolist()]
-        uses = self._parts.host.num_layers * self.info.top_k
-        add_rows, start = self._work.add_rows, 0
-        for rows in plan:
-            sequence, count = rows.sequence, rows.count
-            request, end = sequence.request, start + count
-            request.expert_uses += count * uses
-            request.expert_hits += hits[end] - hits[start]
-            request.timings.computed_tokens += count
-            add_rows(request.id, count, generating=bool(request.output_ids))
-            sequence.computed += count
-            start = end
+    def _put_down(self, sequence: TokenSequence, steps: int, tokens: int, hits: int) -> None:
+        """Count steps that were alike for one sequence, and the tokens that it got in them."""
+        first = self._clocks[sequence.request.id].first_token
+        assert first is not None, "who answers has got a token"
+        sequence.request.timings.generation_seconds = self._now() - first
+        count_alike(sequence, steps, [TOKEN] * tokens, hits, uses=steps * self._uses_per_row)
 
     def _accept(self, sequence: TokenSequence, token: int, now: float) -> TokenOutput:
         request = sequence.request

@@ -12,7 +12,7 @@ from rimuru_cli.engine.bookmarks import INTERVAL, Bookmark, Bookmarks, places_to
 from rimuru_cli.engine.kv_blocks import KVBlocks, Match
 from rimuru_cli.engine.request import RequestStatus
 from rimuru_cli.engine.room import Room
-from rimuru_cli.engine.scheduler import ScheduledRows, Scheduler
+from rimuru_cli.engine.scheduler import ScheduledRows, Scheduler, Worth
 from rimuru_cli.engine.sequence import Sequence
 from rimuru_cli.engine.state_blocks import StateBlocks
 
@@ -23,15 +23,24 @@ class HybridScheduler(Scheduler):
     Args:
         blocks, states, bookmarks: who owns pages.
         room: makes room for them.
+        worth: as of `Scheduler`.
 
     Attributes:
         interval: tokens of a long prompt between states that are kept.
     """
 
     def __init__(
-        self, blocks: KVBlocks, states: StateBlocks, bookmarks: Bookmarks, room: Room, *, max_batch_tokens: int, max_sequences: int
+        self,
+        blocks: KVBlocks,
+        states: StateBlocks,
+        bookmarks: Bookmarks,
+        room: Room,
+        worth: Worth = lambda blocks, joins: True,
+        *,
+        max_batch_tokens: int,
+        max_sequences: int,
     ) -> None:
-        super().__init__(blocks, lambda: 0, lambda pages: False, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
+        super().__init__(blocks, lambda: 0, lambda pages: False, worth, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences)
         self._states = states
         self._bookmarks = bookmarks
         self._space = room
@@ -68,8 +77,11 @@ class HybridScheduler(Scheduler):
             self._forget(rows.sequence)
             self._preempt(rows.sequence)
 
+    def _spare(self, num_blocks: int) -> bool:
+        return self._space.has(num_blocks, 0)
+
     def _room(self, num_blocks: int, whole: int, *, joins: bool = False) -> bool:
-        return self._space.make(num_blocks, 0)
+        return self._space.make(num_blocks, 0, worth=lambda: not whole or self._worth(whole, joins))
 
     def _store(self, sequence: Sequence) -> None:
         path = self._blocks.remember(sequence.blocks, sequence.tokens[: sequence.computed])
@@ -125,9 +137,10 @@ class HybridScheduler(Scheduler):
         self._blocks.release(match.blocks[whole:])
         del match.blocks[whole:]
         # One spare block for each running sequence, lest the newcomer be preempted as soon as one of them grows.
-        wanted = self._blocks.blocks_for(len(sequence.tokens)) - whole + len(self.running)
+        own = self._blocks.blocks_for(len(sequence.tokens)) - whole
+        wanted = own + len(self.running)
         self._bookmarks.pinned = bookmark
         try:
-            return self._space.make(wanted, 1)
+            return self._space.make(wanted, 1, match.blocks, worth=lambda: not self.running or self._worth(max(1, own), True))
         finally:
             self._bookmarks.pinned = None

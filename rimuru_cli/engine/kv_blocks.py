@@ -57,8 +57,8 @@ class KVBlocks:
 
     Attributes:
         table: where all blocks lie.
-        moves: how often blocks have changed their pages, or a holder's blocks were exchanged for others; whoever keeps entries of a
-            holder's blocks looks whether this has changed.
+        moves: how often blocks have changed their pages, a holder's blocks were exchanged for others, or a block was filed behind others
+            than those it was computed behind; whoever keeps entries of blocks looks whether this has changed.
     """
 
     def __init__(self, pool: PagePool, view: KVPages, num_layers: int) -> None:
@@ -109,9 +109,8 @@ class KVBlocks:
             level, done = block.children, done + size
         rest = tokens[done : done + size]
         best, best_tokens = None, 0
-        for key, block in level.items():
-            common = _common_prefix(key, rest)
-            if common > best_tokens:
+        for key, block in level.items() if rest else ():
+            if key[0] == rest[0] and (common := _common_prefix(key, rest)) > best_tokens:
                 best, best_tokens = block, common
         for block in found:
             self.hold(block)
@@ -136,6 +135,7 @@ class KVBlocks:
         """
         size, level, parent = self.block_tokens, self._roots, None
         path: list[TokenBlock] = []
+        exchanged = moved = False
         for index, block in enumerate(blocks):
             own = tuple(tokens[index * size : (index + 1) * size])
             if not own:
@@ -144,9 +144,12 @@ class KVBlocks:
             if known is None:
                 block.tokens, block.parent = own, parent
                 level[own] = known = block
+                moved = exchanged  # who knows this block, knows others before it
             # Where the same text was stored before, that block stays and ours is freed on release; what follows is filed behind it.
+            exchanged = exchanged or known is not block
             level, parent = known.children, known
             path.append(known)
+        self.moves += moved
         return path
 
     def adopt(self, blocks: list[TokenBlock], path: Sequence[TokenBlock]) -> None:
@@ -163,6 +166,7 @@ class KVBlocks:
 
     def release(self, blocks: Sequence[TokenBlock]) -> None:
         """Give up one use of each block; blocks of the tree stay for reuse, others are freed."""
+        freed: list[TokenBlock] = []
         # Last block first, so that the end of a text is given up before its beginning.
         for block in reversed(blocks):
             block.users -= 1
@@ -170,14 +174,15 @@ class KVBlocks:
             if block.users:
                 continue
             if block.tokens is None:
-                self._free(block)
+                freed.append(block)
             else:
                 self._idle[block] = None
+        self._free(freed)
 
     def evict(self, num_pages: int) -> int:
         """Free idle blocks, least recently used and outermost first, until `num_pages` pages came free; returns how many did."""
-        freed = 0
-        while freed < num_pages and self._idle:
+        freed: list[TokenBlock] = []
+        while len(freed) * self.num_layers < num_pages and self._idle:
             # A block whose continuation is still held is held by the same sequence, so idle blocks have idle children only.
             block = next(iter(self._idle))
             while block.children:
@@ -186,9 +191,9 @@ class KVBlocks:
             level = self._roots if block.parent is None else block.parent.children
             assert block.tokens is not None, "an idle block is always in the tree"
             del level[block.tokens]
-            self._free(block)
-            freed += self.num_layers
-        return freed
+            freed.append(block)
+        self._free(freed)
+        return len(freed) * self.num_layers
 
     def check_integrity(self) -> None:
         """Blocks without users are those kept for reuse, and nobody holds what lies behind them; raises AssertionError otherwise."""
@@ -211,7 +216,9 @@ class KVBlocks:
         """
         if not pages:
             return
-        targets = self._pool.moved(PageKind.KV, pages)
+        self._moved(pages, self._pool.moved(PageKind.KV, pages))
+
+    def _moved(self, pages: Sequence[int], targets: Sequence[int]) -> None:
         self.table.move(pages, targets)
         self.moves += 1
         self._pool.free(pages)
@@ -228,19 +235,19 @@ class KVBlocks:
             # Its own gaps are no place to move to.
             if not pages or len(pages) > allocator.gaps(PageKind.KV) - (per_parent - len(pages)):
                 break
-            number = allocator.huge_page_of(pages[0])
-            allocator.withhold([number])
-            try:
-                self.move(pages)
-            finally:
-                allocator.release([number])
+            with allocator.passing_over(pages[0]):
+                targets = self._pool.moved(PageKind.KV, pages)
+            self._moved(pages, targets)
             freed += 1
         return freed
 
-    def _free(self, block: TokenBlock) -> None:
-        self._pool.free(block.pages)
-        self.table.remove(block)
-        block.pages = []
+    def _free(self, blocks: Sequence[TokenBlock]) -> None:
+        if not blocks:
+            return
+        self._pool.free([page for block in blocks for page in block.pages])
+        self.table.remove(blocks)
+        for block in blocks:
+            block.pages = []
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

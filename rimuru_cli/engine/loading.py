@@ -97,7 +97,10 @@ def _build(reader: Reader, model_dir: Path, config: EngineConfig, program: int, 
     pages_per_expert = plan.geometry.pages_per_expert
     loader = Loader()
     buffers = LoadingBuffers(pool, expert_view, capacity=plan.buffer_experts, pages_per_expert=pages_per_expert)
-    residency = Residency(pool, expert_view, host, ranking, loader, floor=plan.floor, pages_per_expert=pages_per_expert)
+    layer_pages = plan.experts.layer_pages
+    residency = Residency(
+        pool, expert_view, host, ranking, loader, floor=plan.floor, pages_per_expert=pages_per_expert, layer_pages=layer_pages
+    )
     costs = _fill(residency, host, report, floor_only=config.fixed_residents)
     kind = partial(PackedExperts, pages=plan.experts) if plan.experts.packed else PooledExperts
     experts = kind(

@@ -19,6 +19,7 @@ from rimuru_cli.engine.stats import EngineInfo
 from rimuru_models.interfaces import CausalLM
 
 if TYPE_CHECKING:
+    from rimuru_cli.engine.alike import Repeats
     from rimuru_cli.engine.bookmarks import Bookmarks
     from rimuru_cli.engine.config import EngineConfig, MemoryPlan
     from rimuru_cli.engine.device.experts import DeviceExperts
@@ -78,6 +79,8 @@ class Parts:
     link_rate: float | None = None
     # Most rows of a step that is replayed as one captured graph; None where none is.
     captured_rows: int | None = None
+    # Takes steps that are alike; None where every step is computed by itself, as everywhere but in simulations.
+    repeats: Repeats | None = None
     # Seconds from any moment on: the machine's, or those of a simulation.
     clock: Callable[[], float] = time.perf_counter
 

@@ -74,7 +74,8 @@ class Timings:
     """Counts and seconds of one request; the same names appear in `--json`.
 
     prompt_seconds runs from the first prefill step to the first token, ttft_seconds from submission to the first token,
-    generation_seconds from the first token to the last.
+    generation_seconds from the first token to the last. cached_tokens are the prompt's that were found computed; computed_tokens are those
+    that were computed, prompt and answer together, some twice if the request was preempted.
     """
 
     prompt_tokens: int = 0

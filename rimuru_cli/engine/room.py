@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rimuru_cli.engine.bookmarks import Bookmarks
 from rimuru_cli.engine.experts.residency import Residency
 from rimuru_cli.engine.experts.streaming import LoadingBuffers
-from rimuru_cli.engine.kv_blocks import KVBlocks
+from rimuru_cli.engine.kv_blocks import KVBlocks, TokenBlock
 from rimuru_cli.engine.memory.division import Division, Wanted
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
@@ -40,6 +40,7 @@ class Room:
     Attributes:
         skipped: states that were to be kept to resume from and were not, because that would have cost too much.
         adjust: asks for experts to be retired, given how many expert pages are lacking; set by the engine.
+        crowded: whether so many run that experts are worth more than states kept to resume from; set by the engine.
         running: sequences that hold pages; set by the engine.
     """
 
@@ -67,6 +68,7 @@ class Room:
         self._lent = None if isinstance(buffers, LoadingBuffers) else buffers
         self.skipped = 0
         self.adjust: Callable[[int], None] = lambda required_blocks: None
+        self.crowded: Callable[[], bool] = lambda: False
         self.running: Callable[[], Iterable[Sequence]] = lambda: ()
 
     @property
@@ -76,30 +78,58 @@ class Room:
         one = self._states.layout.huge_pages * geometry.huge_page_bytes
         return max(LEAST_KEPT, self._pool.num_bytes // KEPT_SHARE // one)
 
-    def held(self) -> tuple[int, int]:
-        """KV pages and state blocks that running sequences hold."""
-        blocks = {id(block) for sequence in self.running() for block in sequence.blocks}
+    def held(self, joining: Iterable[TokenBlock] = ()) -> tuple[int, int]:
+        """KV pages and state blocks that running sequences hold; `joining` are blocks of one that is about to run."""
+        blocks = {id(block) for sequence in self.running() for block in sequence.blocks} | {id(block) for block in joining}
         states = sum((sequence.states is not None) + len(sequence.keeping) for sequence in self.running())
         return len(blocks) * self._blocks.num_layers, states
 
-    def make(self, num_blocks: int, states: int) -> bool:
-        """Make sure that so many token blocks and state blocks can be allocated now; gives nothing up and returns False if they cannot."""
+    def make(self, num_blocks: int, states: int, joining: Iterable[TokenBlock] = (), *, worth: Callable[[], bool] = lambda: True) -> bool:
+        """Make sure that so many token blocks and state blocks can be allocated now; gives nothing up and returns False if they cannot.
+
+        Args:
+            joining: blocks of the tree that will be held besides: as long as nobody ran who holds them, they could be given up.
+            worth: whether who wants them is worth the experts that leave for it; if not, only text kept for reuse does.
+        """
+        if self.has(num_blocks, states):
+            return True
         kv_pages = num_blocks * self._blocks.num_layers
         wanted = self._division.wanted(kv_pages, states)
+        if not self._possible(kv_pages, states, joining):
+            return False
+        if worth():
+            return self.free_up(lambda: wanted)
+        # Room that is there once all such text has gone.
+        beside = self._allocator.owned(PageKind.EXPERT)
+        return self._possible(kv_pages, states, joining, beside) and self.free_up(lambda: wanted, spare_experts=True)
+
+    def has(self, num_blocks: int, states: int) -> bool:
+        """Whether they can be allocated as it is."""
+        wanted = self._division.wanted(num_blocks * self._blocks.num_layers, states)
         # On a device, what steps need is lent from what is free: it must be free beside all that is wanted, or come from experts.
         unlent = max(0, self._floor_pages - self._allocator.owned(PageKind.EXPERT))
-        if self._division.lacking(self._allocator, wanted._replace(expert_pages=unlent)) <= 0:
-            return True
-        return self._possible(kv_pages, states) and self.free_up(lambda: wanted)
+        return self._division.lacking(self._allocator, wanted._replace(expert_pages=unlent)) <= 0
+
+    @property
+    def state_bytes(self) -> float:
+        """Of one sequence's states, its part of shared pages included."""
+        geometry, layout = self._division.geometry, self._states.layout
+        parents = layout.runs / layout.runs_per_parent
+        return layout.huge_pages * geometry.huge_page_bytes + parents * geometry.layout(layout.conv_parent).stride_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Of states that are kept to resume from."""
+        return int(len(self._bookmarks) * self.state_bytes)
 
     def for_bookmark(self) -> bool:
         """Make room for one more state block if that costs no other bookmark within the bound and at most half of the spare experts."""
-        while len(self._bookmarks) >= self.most_kept:
-            if not self._bookmarks.evict():
-                self.skipped += 1
-                return False
-        wanted = self._division.wanted(0, 1)
-        made = self._possible(0, 1) and self.free_up(lambda: wanted, spare_bookmarks=True)
+        made = self._possible(0, 1)
+        while made and len(self._bookmarks) >= self.most_kept:
+            made = self._bookmarks.evict()
+        if made:
+            wanted = self._division.wanted(0, 1)
+            made = self.free_up(lambda: wanted, spare_bookmarks=True, spare_experts=self.crowded())
         self.skipped += not made
         return made
 
@@ -116,11 +146,12 @@ class Room:
         while len(self._bookmarks) > self.most_kept and self._bookmarks.evict():
             pass
 
-    def free_up(self, wanted: Callable[[], Wanted], *, spare_bookmarks: bool = False) -> bool:
+    def free_up(self, wanted: Callable[[], Wanted], *, spare_bookmarks: bool = False, spare_experts: bool = False) -> bool:
         """Give up what is of least use until all that is wanted can be taken; `wanted` is asked again after each thing given up.
 
         Args:
             spare_bookmarks: keep all bookmarks, and half of the experts above their floor.
+            spare_experts: keep all experts, and what is lent to steps.
 
         Returns:
             False if nothing is left to give up. Running sequences and experts at their floor stay.
@@ -129,8 +160,8 @@ class Room:
         while (lacking := self._division.lacking(self._allocator, wanted())) > 0:
             if self._blocks.evict(1) or self._merge():
                 continue
-            before = self._residency.shrinkable
-            if spare_bookmarks and 2 * lacking * per_huge > before * self._residency.pages_per_expert:
+            before = 0 if spare_experts else self._residency.shrinkable
+            if spare_bookmarks and 2 * lacking * per_huge > self._residency.shrinkable_pages:
                 return False
             if before:
                 self.adjust(lacking * per_huge)
@@ -138,7 +169,7 @@ class Room:
                     continue
             if spare_bookmarks:
                 return False
-            if self._lent is not None and self._lent.num_pages:
+            if self._lent is not None and self._lent.num_pages and not spare_experts:
                 self._lent.close()  # the next step lends them again, fewer if need be
                 continue
             if self._bookmarks.evict() or self._blocks.gather():
@@ -146,10 +177,11 @@ class Room:
             return False
         return True
 
-    def _possible(self, kv_pages: int, states: int) -> bool:
-        """Whether so much more fits beside what runs, what steps need and experts at their floor."""
-        held_pages, held_states = self.held()
-        needed = self._division.huge_pages(self._floor_pages, held_pages + kv_pages, held_states + states)
+    def _possible(self, kv_pages: int, states: int, joining: Iterable[TokenBlock] = (), expert_pages: int = 0) -> bool:
+        """Whether so much more fits beside what runs, and beside what steps need and experts at their floor, or so many pages of these."""
+        held_pages, held_states = self.held(joining)
+        experts = max(self._floor_pages, expert_pages)
+        needed = self._division.huge_pages(experts, held_pages + kv_pages, held_states + states)
         return needed <= self._pool.num_bytes // self._division.geometry.huge_page_bytes
 
     def _merge(self) -> bool:

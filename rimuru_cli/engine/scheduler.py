@@ -83,6 +83,8 @@ class Scheduler:
         reading: list[Sequence] = []
         for sequence in self.running:
             (answering if len(sequence.tokens) - sequence.computed == 1 else reading).append(sequence)
+        if len(answering) <= budget:
+            self.grow_all([s for s in answering if s.computed == len(s.blocks) * size])
         # Decoding first: a sequence that answers must not stall behind somebody's long prompt.
         for sequence in answering + reading:
             if budget == 0 or sequence.request.status is not RequestStatus.RUNNING:  # preempted meanwhile
@@ -94,17 +96,39 @@ class Scheduler:
         if self.preemptions != preemptions:
             # A sequence taken into the plan may have been preempted by a later one's growth only if it was younger.
             plan = [rows for rows in plan if rows.sequence.request.status is RequestStatus.RUNNING]
-        while self.waiting and budget > 0 and len(self.running) < self.max_sequences:
-            sequence = self.waiting[0]
-            # Whoever is alone is not asked about: somebody has to run.
-            if (self.running and not self._worth(0, True)) or not self._admit(sequence):
-                break
-            self.waiting.popleft()
+        while budget > 0 and self.admit():
+            sequence = self.running[-1]
             count = min(sequence.pending, budget)
             plan.append(ScheduledRows(sequence, count))
             budget -= count
         assert plan or not (self.running or self.waiting), "work is waiting but no row could be scheduled"
         return plan
+
+    def admit(self) -> bool:
+        """Start the one that waits longest, if it may; it is the last of those that run then."""
+        if not self.waiting or len(self.running) >= self.max_sequences:
+            return False
+        # Whoever is alone is not asked about: somebody has to run.
+        if (self.running and not self._worth(0, True)) or not self._admit(self.waiting[0]):
+            return False
+        self.waiting.popleft()
+        return True
+
+    def grow_all(self, sequences: Items[Sequence]) -> bool:
+        """Get a block for each of these that run if there is room for all without retiring experts; else nothing, and return False."""
+        if not self._spare(len(sequences)):
+            return False
+        for sequence, block in zip(sequences, self._blocks.allocate(len(sequences)), strict=True):
+            sequence.blocks.append(block)
+        return True
+
+    def grow(self, sequence: Sequence, blocks: int = 1) -> bool:
+        """Get blocks for more tokens of a sequence that runs; False, and nothing has changed, if somebody would have to be preempted."""
+        # Worth it or not is the youngest, who would have to give way.
+        if not self._room(blocks, len(self.running[-1].blocks) + blocks if len(self.running) > 1 else 0):
+            return False
+        sequence.blocks += self._blocks.allocate(blocks)
+        return True
 
     def computed(self, plan: Items[ScheduledRows]) -> None:
         """Called when the rows of a plan are computed and counted."""
@@ -125,6 +149,15 @@ class Scheduler:
         self._blocks.release(sequence.blocks)
         sequence.drop_blocks()
 
+    def _spare(self, num_blocks: int) -> bool:
+        """Make sure that so many blocks can be allocated now, if giving up text kept for reuse is enough."""
+        wanted, available = num_blocks * self._blocks.num_layers, self._available_pages()
+        if available + self._blocks.idle_pages < wanted:
+            return False
+        if available < wanted:
+            self._blocks.evict(wanted - available)
+        return True
+
     def _room(self, num_blocks: int, whole: int, *, joins: bool = False) -> bool:
         """Make sure that so many blocks can be allocated now, without preempting anyone; changes nothing and returns False if not.
 
@@ -132,9 +165,10 @@ class Scheduler:
         it (0: it is alone, and nobody asks; `joins`: it does not run yet); whether the experts' floor allows it is asked before anything is
         given up.
         """
+        if self._spare(num_blocks):
+            return True
         wanted, idle = num_blocks * self._blocks.num_layers, self._blocks.idle_pages
-        lacking = self._available_pages() + idle < wanted
-        if lacking and not ((not whole or self._worth(whole, joins)) and self._make_room(wanted - idle)):
+        if not ((not whole or self._worth(whole, joins)) and self._make_room(wanted - idle)):
             return False
         self._blocks.evict(wanted - self._available_pages())
         return True
@@ -144,13 +178,11 @@ class Scheduler:
         wanted = self._blocks.blocks_for(sequence.computed + count) - len(sequence.blocks)
         if wanted <= 0:
             return True
-        # Worth it or not is the youngest, who would have to give way.
-        while not self._room(wanted, len(self.running[-1].blocks) + wanted if len(self.running) > 1 else 0):
+        while not self.grow(sequence, wanted):
             victim = self.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return False
-        sequence.blocks += self._blocks.allocate(wanted)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:

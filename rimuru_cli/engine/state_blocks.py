@@ -100,12 +100,14 @@ class StateBlocks:
 
     def clear(self, block: StateBlock) -> None:
         """The states of a text of no tokens."""
-        torch._foreach_zero_([*block.recurrent, *block.convolution])
+        if block.recurrent:
+            torch._foreach_zero_([*block.recurrent, *block.convolution])
 
     def copy(self, source: StateBlock, target: StateBlock) -> None:
         """Make `target` equal to `source`."""
         self.settle(source)
-        torch._foreach_copy_([*target.recurrent, *target.convolution], [*source.recurrent, *source.convolution])
+        if source.recurrent:
+            torch._foreach_copy_([*target.recurrent, *target.convolution], [*source.recurrent, *source.convolution])
 
     def vacate(self, huge_pages: Collection[int]) -> int:
         """Move whatever lies in these huge pages (by number), which are withheld, elsewhere. Only between steps.
@@ -139,5 +141,7 @@ class StateBlocks:
         places = (divmod(place, layout.run_layers) for place in range(layout.layers))
         rows = [layout.conv_pages(block.conv[run], layer) for run, layer in places]
         block.entries = [[page, *own] for page, own in zip(pages, rows, strict=True)]
+        if self._pool.data.is_meta:  # a simulation's pool has no bytes
+            return
         block.recurrent = [self._ssm.state(page) for page in pages]
         block.convolution = [self._conv.rows(own) for own in rows]

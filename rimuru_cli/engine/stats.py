@@ -142,13 +142,17 @@ class Work:
         """The step whose rows were noted is done, and took so long."""
         prefill = sum(count for _, count, decodes in self._rows if not decodes)
         decode = sum(count for _, count, decodes in self._rows if decodes)
+        self.last_ids = tuple(request_id for request_id, _, _ in self._rows)
+        self._rows.clear()
+        self.add_tokens(prefill, decode, seconds)
+
+    def add_tokens(self, prefill: int, decode: int, seconds: float) -> None:
+        """A step of the requests of the last one is done: so many tokens of prompts and of answers, and what it took."""
         self.steps += 1
         self.prefill_tokens += prefill
         self.prefill_seconds += seconds if prefill else 0.0
         self.decode_tokens += decode
         self.decode_seconds += seconds if decode else 0.0
-        self.last_ids = tuple(request_id for request_id, _, _ in self._rows)
-        self._rows.clear()
         if not prefill:
             # About the last ten: what runs, and how many experts are absent, changes slowly.
             self.step_seconds = seconds if self.step_seconds is None else 0.9 * self.step_seconds + 0.1 * seconds

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from rimuru_cli.engine.admission import PACED_FROM, AdmissionPolicy, AdmissionStats, Crowd, Group
+from rimuru_cli.engine.admission import PACED_FROM, AdmissionPolicy, AdmissionStats, Crowd, Group, eager
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.parts import Parts
 from rimuru_cli.engine.stats import Work
@@ -35,14 +34,15 @@ class Worth:
             blocks: 0: it displaces none.
             joins: it does not run yet.
         """
+        if self._policy is eager:  # which asks for nothing that is worked out here
+            return True
         running, work = len(self._running) + joins, self._work
-        stats = AdmissionStats(running, blocks > 0, self._taken, self._expert_seconds(running), work.step_seconds)
-        if not joins or blocks or work.captured_rows is None:
-            return self._policy(stats)
-        group = self._group(running) if self._came_in != work.steps else None
-        stats = replace(stats, crowd=self._crowd(running), group=group)
+        first = joins and not blocks and work.captured_rows is not None
+        crowd = self._crowd(running) if first else None
+        group = self._group(running) if first and self._came_in != work.steps else None
+        stats = AdmissionStats(running, blocks > 0, self._taken, self._expert_seconds(running), work.step_seconds, crowd, group)
         comes = self._policy(stats)
-        if comes:
+        if comes and first:
             self._came_in = work.steps
         return comes
 
@@ -53,14 +53,17 @@ class Worth:
     @property
     def _pages(self) -> float:
         """KV pages of an average sequence that runs; at least one."""
-        held = self._parts.pool.allocator.owned(PageKind.KV) - self._parts.blocks.idle_pages
+        if self._parts.recurrent is not None:  # bookmarks hold pages, too
+            held = sum(len(sequence.blocks) for sequence in self._running) * self._parts.blocks.num_layers
+        else:
+            held = self._parts.pool.allocator.owned(PageKind.KV) - self._parts.blocks.idle_pages
         return max(1.0, held / max(1, len(self._running)))
 
     @property
     def _taken(self) -> float:
         """Experts that would fit where there are none in the pool."""
         parts = self._parts
-        return parts.pool.num_bytes / (parts.residency.pages_per_expert * self._page_bytes) - parts.residency.num_resident
+        return parts.pool.num_bytes / (parts.residency.mean_pages * self._page_bytes) - parts.residency.num_resident
 
     def _expert_seconds(self, running: int) -> float:
         """What an absent expert costs a step of so many sequences on average."""
@@ -68,17 +71,35 @@ class Worth:
         used = 1.0 - (1.0 - parts.info.top_k / parts.info.num_experts) ** running  # an expert, by a step
         return 0.0 if parts.link_rate is None else used * parts.host.expert_bytes / parts.link_rate
 
-    def _reachable(self, running: int, step_seconds: float) -> int:
-        """Sequences that could run in steps that take so long."""
-        scheduler = self._scheduler
-        everybody = min(len(self._running) + len(scheduler.waiting), scheduler.max_sequences)
+    @property
+    def _sequence_bytes(self) -> float:
+        """Of the pool, that an average sequence takes."""
+        recurrent = self._parts.recurrent
+        return self._pages * self._parts.plan.geometry.kv_page_bytes + (0.0 if recurrent is None else recurrent.room.state_bytes)
+
+    @property
+    def _free_bytes(self) -> int:
+        """What more sequences find if only text kept for reuse goes; each that runs has a block to spare, as in the scheduler."""
+        parts, recurrent = self._parts, self._parts.recurrent
+        blocks = parts.blocks
+        pages = blocks.idle_pages - len(self._running) * blocks.num_layers
+        if recurrent is None:
+            return (pages + parts.pool.allocator.available(PageKind.KV)) * parts.plan.geometry.kv_page_bytes
+        return pages * parts.plan.geometry.kv_page_bytes + parts.pool.allocator.free_bytes + recurrent.room.kept_bytes
+
+    def _reachable(self, running: int, step_seconds: float) -> tuple[int, float]:
+        """Sequences that could run in steps that take so long now, and what such a step takes then."""
+        scheduler, residency, here = self._scheduler, self._parts.residency, len(self._running)
+        everybody = min(here + len(scheduler.waiting), scheduler.max_sequences)
+        one, expert = self._sequence_bytes, residency.mean_pages * self._page_bytes
+        beside = here + max(0, int(self._free_bytes / one))  # experts stay
+        cost = self._expert_seconds(running)
         # Whoever displaces experts must be worth it, too.
-        if self._taken * self._expert_seconds(running) <= step_seconds:
-            return everybody
-        # Each that runs has a block to spare, as in the scheduler.
-        spare = len(self._running) * self._parts.blocks.num_layers
-        free = self._parts.blocks.idle_pages + self._parts.pool.allocator.available(PageKind.KV) - spare
-        return min(everybody, len(self._running) + max(0, int(free / self._pages)))
+        if beside >= everybody or self._taken * cost > step_seconds:
+            return min(everybody, beside), step_seconds
+        reachable = min(everybody, beside + int(residency.shrinkable * expert / one))
+        # Experts that are displaced then, and are not now, are brought in every step.
+        return reachable, step_seconds + (reachable - beside) * one / expert * cost
 
     def _crowd(self, running: int) -> Crowd | None:
         work, captured = self._work, self._work.captured_rows
@@ -87,22 +108,29 @@ class Worth:
         wide, narrow = work.wide_seconds, work.captured_seconds
         if narrow is None and self._parts.residency.expandable:
             narrow = self._parts.residency.expandable * self._expert_seconds(captured)  # bringing absent experts is a part of it
-        return Crowd(captured, narrow, wide, 0 if wide is None else self._reachable(running, wide))
+        reachable = 0
+        if wide is not None:
+            reachable, wide = self._reachable(running, wide)
+        return Crowd(captured, narrow, wide, reachable)
 
     def _group(self, running: int) -> Group | None:
         work, others = self._work, len(self._running)
         captured, step, prompt = work.captured_rows, work.step_seconds, work.prompt_seconds
         if captured is None or step is None or prompt is None:
             return None
-        room = self._reachable(running, step)
+        room, _ = self._reachable(running, step)
         places = (room if running > captured else min(room, captured)) - others
         tokens = self._pages / self._parts.blocks.num_layers * self._parts.blocks.block_tokens
         return Group(len(self._scheduler.waiting), places, tokens, step, prompt)
 
+    @property
+    def crowded(self) -> bool:
+        """Whether so many sequences run that experts are worth more than text kept only for reuse."""
+        return len(self._running) >= PACED_FROM and self._parts.link_rate is not None
+
     def spare_blocks(self) -> int:
         """Blocks that text kept only for reuse holds and experts had better have: where many sequences run, all of it."""
-        many = len(self._running) >= PACED_FROM and self._parts.link_rate is not None
-        return self._parts.blocks.idle_pages // self._kv_per_block if many else 0
+        return self._parts.blocks.idle_pages // self._kv_per_block if self.crowded else 0
 
     def evict_for(self, experts: int) -> None:
         """Give up text kept for reuse until so many experts fit, as far as that goes."""

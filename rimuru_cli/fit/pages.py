@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rimuru_cli.engine.config import EngineConfig, kv_bytes, page_geometry
+from rimuru_cli.engine.config import EngineConfig, expert_pages, kv_bytes, page_geometry
 from rimuru_cli.engine.device.hybrid_plan import state_bytes
-from rimuru_cli.engine.experts.planes import has_product
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.fit.shape import IN_MEMORY_ON_CPU
 from rimuru_models.config import ModelConfig
@@ -26,13 +25,14 @@ def page_facts(config: ModelConfig, formats: WeightFormats) -> dict[str, Any]:
     """
     return {
         "gpu": _facts(config, DTYPE_BITS[formats.computing] // 8, formats),
-        "cpu": _facts(config, IN_MEMORY_ON_CPU.itemsize, formats, planes=has_product()),
+        "cpu": _facts(config, IN_MEMORY_ON_CPU.itemsize, formats, cpu=True),
     }
 
 
-def _facts(config: ModelConfig, itemsize: int, formats: WeightFormats, *, planes: bool = False) -> dict[str, Any] | None:
+def _facts(config: ModelConfig, itemsize: int, formats: WeightFormats, *, cpu: bool = False) -> dict[str, Any] | None:
     try:
-        geometry, block_tokens = page_geometry(config, itemsize, EngineConfig(), formats, planes=planes)
+        geometry, block_tokens = page_geometry(config, itemsize, EngineConfig(), formats, cpu=cpu)
+        experts = expert_pages(config, itemsize, EngineConfig(), formats, cpu=cpu)
     except DoesNotFitError:
         return None
     recurrent = config.recurrent
@@ -42,8 +42,9 @@ def _facts(config: ModelConfig, itemsize: int, formats: WeightFormats, *, planes
         "P_s": None if recurrent is None else recurrent.state_bytes,
         "P_h": geometry.huge_page_bytes,
         "tiles_per_projection": geometry.tiles,
+        "layer_tiles": [{"gate": wide, "up": wide, "down": down} for wide, down in experts.layer_tiles] if not experts.alike else None,
         "expert_pages_per_huge_page": geometry.pages_per_huge(PageKind.EXPERT),
-        "expert_bytes": geometry.pages_per_expert * geometry.expert_page_bytes,
+        "expert_bytes": experts.expert_bytes,
         "kv_page_bytes": geometry.kv_page_bytes,
         "block_tokens": block_tokens,
         "kv_bytes_per_token": geometry.kv_page_bytes * len(config.attention_layers) // block_tokens,

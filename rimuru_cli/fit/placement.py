@@ -58,7 +58,9 @@ class Placement:
         """Experts that lie page-locked in main memory, from where the card reads them; the others stay on disk. None on a CPU."""
         if self.device == "cpu":
             return 0
-        stride = -(-self.expert_bytes // _MEMORY_PAGE) * _MEMORY_PAGE
+        # Places in page-locked memory have one size.
+        largest = self.plan.experts.pages_per_expert * self.plan.experts.page_bytes
+        stride = -(-largest // _MEMORY_PAGE) * _MEMORY_PAGE
         return min(self.shape.num_experts, pinned_budget(self.ram_free_bytes) // stride)
 
     @property
@@ -86,7 +88,7 @@ class Placement:
             kept += 2 * plan.buffer_experts * per_expert
         huge = plan.pool // plan.geometry.huge_page_bytes
         counts = range(self.shape.num_experts + 1)
-        room = bisect_right(counts, huge, key=lambda experts: self._huge_pages(experts * per_expert + kept, context)) - 1
+        room = bisect_right(counts, huge, key=lambda experts: self._huge_pages(plan.experts.pages_of(experts) + kept, context)) - 1
         return max(plan.floor * len(self.shape.config.moe_layers), room)
 
     def _huge_pages(self, expert_pages: int, context: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from rimuru_cli.engine.device.hybrid_plan import state_bytes
 from rimuru_cli.engine.device.plan import buffer_experts
-from rimuru_cli.fit.locality import recorded_hits, uniform_hits
+from rimuru_cli.fit.locality import likely_hits, uniform_hits
 from rimuru_cli.fit.machine import Gpu, Machine
 from rimuru_cli.fit.placement import Placement
 
@@ -26,9 +26,9 @@ GPU_PROMPT_LAYER_SECONDS = 150e-6
 GPU_PIECE_SECONDS = 10.8e-3
 GPU_PIECE_LAYER_SECONDS = 0.42e-3
 # Recurrent layers have more launches (docs/results: qwen3.5-35b-a3b): a token takes 3.55 ms with all experts of 40 layers resident, 30 of
-# them recurrent, of which 1.5 ms are 6.1 GB at 4.0 TB/s; and a piece of 512 tokens takes 94 ms.
+# them recurrent, of which 1.5 ms are 6.1 GB at 4.0 TB/s; and a piece of 512 tokens takes 72 ms, one of 4096 tokens 70 ms.
 GPU_RECURRENT_LAYER_SECONDS = 56e-6
-GPU_RECURRENT_PIECE_SECONDS = (94e-3 - GPU_PIECE_SECONDS - 10 * GPU_PIECE_LAYER_SECONDS) / 30
+GPU_RECURRENT_PIECE_SECONDS = (71e-3 - GPU_PIECE_SECONDS - 10 * GPU_PIECE_LAYER_SECONDS) / 30
 # Kernels that read page-locked memory themselves reach 51.2 GB/s where the copy engine reaches 54.4.
 FETCH_OF_LINK = 0.94
 # 4096 tokens, 34 tera-operations, take 61 ms with all experts resident (docs/results: qwen3-30b-a3b): 0.70 of an H200's peak. Other cards
@@ -59,13 +59,14 @@ class Range:
 def decode_range(placement: Placement, machine: Machine, context: int) -> Range | None:
     """Generated tokens per second of one conversation that has `context` tokens; None when so many do not fit.
 
-    low: every expert is equally likely at every token. high: as many hits as a recorded conversation had.
+    low: every expert is equally likely at every token. high: as many hits as a recorded conversation had, or one with its habits.
     """
     residents = placement.residents(context)
     if residents is None:
         return None
     share = residents / placement.shape.num_experts
-    worst, likely = uniform_hits(share), max(uniform_hits(share), recorded_hits(share))
+    worst = uniform_hits(share)
+    likely = max(worst, likely_hits(share, placement.shape.config.num_experts))
     if placement.device == "gpu":
         assert machine.gpu is not None
         return Range(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from rimuru_cli.engine.config import KVPrecision
+from rimuru_cli.fit.locality import MANY_EXPERTS
 from rimuru_cli.fit.machine import Machine, this_machine
 from rimuru_cli.fit.placement import Placement, Refusal, place
 from rimuru_cli.fit.shape import ModelShape, shape_of
@@ -192,10 +193,10 @@ def _headline(placement: Placement, machine: Machine) -> str:
 
 
 def _assumptions(shape: ModelShape, machine: Machine, placement: Placement | None = None) -> list[str]:
-    lines = [
-        "low: every expert is equally likely at every token; high: as many hits as in a conversation recorded on Qwen3-30B-A3B "
-        "(top 6 of 128 experts a layer)"
-    ]
+    recorded = "a conversation recorded on Qwen3-30B-A3B (top 6 of 128 experts a layer)"
+    if shape.config.num_experts >= MANY_EXPERTS:
+        recorded = f"a routing made up for 256 experts a layer, with the habits of {recorded}"
+    lines = [f"low: every expert is equally likely at every token; high: as many hits as in {recorded}"]
     used = shape.config.top_k / shape.config.num_experts
     if used > _LITTLE_LOCALITY:
         lines.append(f"a token of this model uses {100 * used:.0f} % of a layer's experts, far more than there: expect the lower part")

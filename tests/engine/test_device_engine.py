@@ -68,6 +68,22 @@ def test_a_second_turn_computes_only_what_is_new(qwen3: Path, config: EngineConf
     assert second.output_ids == resident_tokens(qwen3, [*prompts_of()[1], *first.output_ids, 9], 20)
 
 
+def test_the_next_turn_of_one_of_two_texts_that_began_alike(qwen3: Path, config: EngineConfig) -> None:
+    """Both computed the beginning; whoever ended last goes on behind the other's blocks, whose pages the device must hear of."""
+    engine = load_engine(qwen3, 1.0, config)
+    opening = [(3 * i) % 128 for i in range(40)]
+    first, second = [*opening, 1], [*opening, 2, 3]
+    short = engine.submit(first, replace(GREEDY, max_tokens=4))
+    # It ends with a whole block, which its next turn has as it is.
+    long = engine.submit(second, replace(GREEDY, max_tokens=-len(second) % engine.info.block_tokens + 1))
+    run_all(engine)
+    assert short.output_ids == resident_tokens(qwen3, first, 4)
+    turn = [*second, *long.output_ids, 9]
+    request = answer(engine, turn)
+    assert request.timings.cached_tokens == len(turn) - 2
+    assert request.output_ids == resident_tokens(qwen3, turn, 20)
+
+
 def test_counters_add_up(qwen3: Path, config: EngineConfig) -> None:
     engine = load_engine(qwen3, 0.0, replace(config, adjuster=adversary(1)))
     request = answer(engine, prompts_of()[2])

@@ -113,6 +113,28 @@ def test_a_step_that_lacked_an_expert_is_taken_back(name: str, hybrid: Any, monk
     assert_merged(engine)
 
 
+@pytest.mark.parametrize("more", range(6))
+def test_a_text_that_is_resumed_beside_another_counts_with_all_its_blocks(more: int, hybrid: Any, config: EngineConfig) -> None:
+    """Blocks that nobody held are held again, so they cannot be given up any more for what a step needs: wherever the pool ends, either
+    both run or one waits."""
+    folder, _ = hybrid("granitemoehybrid")
+    config = replace(config, device_batch_tokens=16)
+    with load_engine(folder, 0.0, config) as engine:
+        least, huge = engine.info.pool_bytes, engine._parts.pool.geometry.huge_page_bytes
+    engine = Engine.load(folder, replace(config, pool_bytes=least + more * huge, poison=True))
+    opening, beside = [(7 * i) % 128 for i in range(90)], [(5 * i + 3) % 128 for i in range(20)]
+    said = answer(engine, opening).output_ids
+    first = engine.submit(beside, replace(GREEDY, max_tokens=40))
+    for _ in range(6):
+        engine.step()
+    turn = [*opening, *said, 1, 2, 3, 4, 5]
+    second = engine.submit(turn, replace(GREEDY, max_tokens=10))
+    run_all(engine)
+    assert first.output_ids == resident_tokens(folder, beside, 40)
+    assert second.output_ids == resident_tokens(folder, turn, 10)
+    assert_merged(engine)
+
+
 @pytest.mark.parametrize("count", [1, 2, 5, 8])
 @pytest.mark.parametrize("name", ["2:3", "granitemoehybrid"])
 def test_sequences_side_by_side(name: str, count: int, hybrid: Any, config: EngineConfig) -> None:

@@ -230,3 +230,20 @@ def test_what_is_not_kept_for_lack_of_room_is_counted(folder: Path) -> None:
     assert roomy.snapshot().states_not_kept == 0
     for each in (engine, roomy):
         assert_all_free(each)
+
+
+def test_nothing_is_given_up_for_a_state_that_cannot_be_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = load_engine(folder, 0.4, EngineConfig(max_batch_tokens=64, context=200))
+    recurrent = engine._parts.recurrent
+    assert recurrent is not None
+    room, seed = recurrent.room, 0
+    while len(recurrent.bookmarks) < room.most_kept:
+        ask(engine, folder, words(30, seed))
+        seed += 1
+    kept = recurrent.bookmarks.all()
+    # What runs leaves no room for another one, whatever else goes.
+    monkeypatch.setattr(room, "held", lambda *_: (0, 1 << 20))
+    assert not room.for_bookmark() and recurrent.bookmarks.all() == kept and room.skipped
+    monkeypatch.undo()
+    assert room.for_bookmark() and len(recurrent.bookmarks) < room.most_kept
+    assert_all_free(engine)

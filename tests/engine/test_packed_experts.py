@@ -18,6 +18,7 @@ from rimuru_cli.engine.config import EngineConfig, plan_memory
 from rimuru_cli.engine.device.plan import plan_device_memory
 from rimuru_cli.engine.engine import Engine
 from rimuru_cli.engine.experts import pages as pages_module
+from rimuru_cli.engine.experts.planes import has_product
 from rimuru_kernels.packed_weights import PackedFormat
 from rimuru_models.quantization.formats import LayerFormats
 
@@ -122,20 +123,24 @@ def test_row_tiles_hold_matrices_of_their_own(folder: Path, config: EngineConfig
     assert_all_free(engine)
 
 
-def test_planes_on_a_cpu_say_the_same_wherever_they_lie(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planes round as bfloat16 does, so the text is their own; but one text, whatever moves, and whether tokens come alone or together."""
-    monkeypatch.setattr(pages_module, "LEAST_PLANE", 1)
-    monkeypatch.setattr(pages_module, "LEAST_TWO_PLANES", 1)
-    monkeypatch.setattr(pages_module, "LEAST_PLANE_WITH_OFFSETS", 1)
+@pytest.mark.parametrize(
+    ("name", "lying"), [("int4", {"planes"}), ("fp8", {"numbers"}), ("q4_k_m", {"planes", "numbers"}), ("mixed by layer", {"planes"})]
+)
+def test_bfloat16_on_a_cpu_says_the_same_wherever_it_lies(
+    name: str, lying: set[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Larger matrices than these are rounded as bfloat16 is, so the text is their own; but one text, whatever moves."""
+    for least in ("LEAST_PLANE", "LEAST_PLANE_WITH_OFFSETS", "LEAST_NUMBERS"):
+        monkeypatch.setattr(pages_module, least, 1)
     config = EngineConfig(device="cpu", context=CONTEXT, max_batch_tokens=24)
-    for name, modes in (("int4", ((1.0, "auto"), (0.3, "on_demand"))), ("mixed by layer", ((0.3, "streamed"), (0.0, "on_demand")))):
-        texts = []
-        for share, mode in modes:
-            engine = load(folder, name, share, replace(config, moe_mode=mode, adjuster=adversary(int(10 * share))), monkeypatch)
-            assert engine._parts.plan.experts.in_planes(0, 0)
-            texts.append(converse(engine))
-            assert_all_free(engine)
-        assert texts[0] == texts[1]
+    texts = []
+    for share, mode in ((1.0, "auto"), (0.3, "on_demand"), (0.3, "streamed"), (0.0, "on_demand")):
+        engine = load(folder, name, share, replace(config, moe_mode=mode, adjuster=adversary(int(10 * share))), monkeypatch)
+        experts = engine._parts.plan.experts
+        assert {experts.lying(0, projection) for projection in range(3)} == (lying if has_product() else {"numbers"})
+        texts.append(converse(engine))
+        assert_all_free(engine)
+    assert all(text == texts[0] for text in texts)
 
 
 def test_packed_experts_need_less_room(folder: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,9 @@ import pytest
 
 from rimuru_cli.bench.packed import QUANTS
 from rimuru_cli.bench.synthetic import SyntheticReader
+from rimuru_cli.commands._library import _page_table
 from rimuru_cli.fit.machine import Gpu, Machine
+from rimuru_cli.fit.pages import page_facts
 from rimuru_cli.fit.placement import Placement, place_on_cpu, place_on_gpu
 from rimuru_cli.fit.shape import ModelShape, shape_of
 from rimuru_cli.fit.speed import decode_range, prompt_range
@@ -80,4 +82,20 @@ def test_what_a_32_gb_machine_can_hold() -> None:
 def test_bytes_of_an_expert_are_the_pages_of_the_plan() -> None:
     for quant in QUANTS:
         placement, _ = placed(quant, None, 16, 8)
-        assert placement.expert_bytes == placement.shape.stored_expert_bytes == 3 * placement.plan.geometry.expert_page_bytes
+        assert (
+            placement.expert_bytes
+            == placement.shape.stored_expert_bytes
+            == (placement.plan.geometry.pages_per_expert * placement.plan.geometry.expert_page_bytes)
+        )
+
+
+def test_row_tiles_of_mixed_formats_are_shown() -> None:
+    mixed, alike = (shape(quant, None, 8) for quant in ("q4_k_m", "q4_k"))
+    facts = page_facts(mixed.config, mixed.formats)
+    assert facts["gpu"]["layer_tiles"] == [{"gate": 2, "up": 2, "down": 3}] * 48
+    assert facts["gpu"]["expert_bytes"] == 7 * facts["gpu"]["P_e"] and facts["gpu"]["tiles_per_projection"] == 3
+    words = _page_table({"pages": facts, "precision": "Q4_K and Q6_K"})
+    assert "tiles of gate, up, down" in words and "2, 2, 3" in words
+    plain = page_facts(alike.config, alike.formats)
+    assert plain["gpu"]["layer_tiles"] is None
+    assert "tiles of a projection" in _page_table({"pages": plain, "precision": "Q4_K"})

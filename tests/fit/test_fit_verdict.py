@@ -49,6 +49,14 @@ def test_a_gaming_machine() -> None:
     assert report["precision"] == "BF16" and report["parameters"] == 30_532_122_624
 
 
+def test_what_the_likely_figure_assumes_depends_on_the_number_of_experts() -> None:
+    def assumed(config: ModelConfig) -> str:
+        return next(line for line in check_fit("x", config, machine=DESKTOP).report["assumptions"] if line.startswith("low:"))
+
+    assert "in a conversation recorded on Qwen3-30B-A3B (top 6 of 128" in assumed(QWEN)
+    assert "a routing made up for 256 experts" in assumed(ModelConfig.from_dict(RELEASED["qwen3.5-35b"]))
+
+
 def test_a_machine_without_the_memory() -> None:
     verdict = check_fit("big", QWEN, machine=LAPTOP)
     assert (verdict.runs, verdict.device, verdict.exit_code) == (False, None, 6)

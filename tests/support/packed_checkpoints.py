@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from rimuru_kernels.packed_weights import Codes, PackedFormat, dequantize, pack
+from rimuru_kernels.packed_weights import Codes, PackedFormat, dequantize, pack, tile_rows
 from rimuru_kernels.packed_weights.reference import FP4_VALUES
 from rimuru_models.layout import dense_shapes
 from rimuru_models.quantization.formats import LayerFormats, WeightFormats
@@ -100,6 +100,11 @@ class PackedReader(CheckpointReader):
         fmt = self.formats.dense.get(name)
         return None if fmt is None else (rounded(super().dense_view(name), fmt), fmt)
 
+    def dense_page(self, name: str) -> Tensor:
+        held = self.dense_codes(name)
+        assert held is not None
+        return pack(*held)
+
     def dense_view(self, name: str) -> Tensor:
         held = self.dense_codes(name)
         return super().dense_view(name) if held is None else dequantize(*held)
@@ -113,14 +118,17 @@ class PackedReader(CheckpointReader):
             self._codes[key] = ExpertCodes(rounded(gate, formats.gate_up), rounded(up, formats.gate_up), rounded(down, formats.down))
         return self._codes[key]
 
-    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor], tiles: tuple[int, int] | None = None) -> None:
         formats = self.formats.experts[layer]
         assert formats is not None
-        tiles = len(pages) // 3
+        wide, down = (len(pages) // 3,) * 2 if tiles is None else tiles
+        assert len(pages) == 2 * wide + down
+        own = [pages[:wide], pages[wide : 2 * wide], pages[2 * wide :]]
         for projection, codes in enumerate(self.expert_codes(layer, expert)):
             fmt = formats.down if projection == 2 else formats.gate_up
-            for page, part in zip(pages[projection * tiles : (projection + 1) * tiles], row_tiles(codes, fmt, tiles), strict=True):
-                pack(part, fmt, page)
+            rows = tile_rows(len(codes.values), len(own[projection]), fmt.group_rows)
+            for page, part in zip(own[projection], row_tiles(codes, fmt, rows), strict=True):
+                pack(part, fmt, page, rows)
 
     def expert(self, layer: int, expert: int) -> ExpertTensors:
         """What the codes mean, so that the model in plain memory is the oracle."""
@@ -132,11 +140,10 @@ class PackedReader(CheckpointReader):
         return ExpertTensors(*(value.to(self.expert_dtype) for value in values))
 
 
-def row_tiles(codes: Codes, fmt: PackedFormat, tiles: int) -> Iterable[Codes]:
-    """A matrix cut into so many row tiles."""
-    if tiles == 1:
+def row_tiles(codes: Codes, fmt: PackedFormat, rows: int) -> Iterable[Codes]:
+    """A matrix cut into row tiles of so many rows, the last one perhaps of fewer."""
+    if rows >= len(codes.values):
         return [codes]
-    rows = len(codes.values) // tiles
     assert rows % fmt.group_rows == 0
     parts = []
     for start in range(0, len(codes.values), rows):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rimuru_kernels.fused_moe import MoeWorkspace, expert_page_bytes
-from rimuru_kernels.packed_weights import Codes, PackedFormat, dequantize, pack
+from rimuru_kernels.packed_weights import Codes, PackedFormat, dequantize, pack, tile_rows
 
 FORMATS = {
     "int8 a row": PackedFormat("int8", 0, "bf16"),
@@ -66,30 +66,47 @@ def random_matrix(fmt: PackedFormat, rows: int, columns: int, draw: torch.Genera
 
 
 class PackedLayer:
-    """Experts of formats (gate and up, down), each row tile a packed matrix; `present` are written, others have entries of -1."""
+    """Experts of formats (gate and up, down), each row tile a packed matrix; `present` are written, others have entries of -1.
+
+    Args:
+        tiles: of each projection, or of gate and of up, and of down.
+        more: columns of the entries behind those of an expert's pages, which mean nothing.
+    """
 
     def __init__(
-        self, formats: tuple[PackedFormat, PackedFormat], experts: int, f: int, d: int, tiles: int = 1, present: list[int] | None = None
+        self,
+        formats: tuple[PackedFormat, PackedFormat],
+        experts: int,
+        f: int,
+        d: int,
+        tiles: int | tuple[int, int] = 1,
+        present: list[int] | None = None,
+        *,
+        more: int = 0,
     ) -> None:
         draw = torch.Generator().manual_seed(experts)
         self.formats, self.f, self.d = formats, f, d
-        self.page_bytes = expert_page_bytes(formats, f, d, tiles)
+        self.tiles = wide, down = (tiles, tiles) if isinstance(tiles, int) else tiles
+        self.page_bytes = expert_page_bytes(formats, f, d, wide, down)
         present = list(range(experts)) if present is None else present
-        places = torch.randperm(len(present) * 3 * tiles + 3, generator=draw)[: len(present) * 3 * tiles].view(-1, 3 * tiles)
+        count = 2 * wide + down
+        places = torch.randperm(len(present) * count + 3, generator=draw)[: len(present) * count].view(-1, count)
         # Every number that lies between pages, or in the gaps of one, is as large as it can be, or none.
-        self.pool = torch.full(((len(present) * 3 * tiles + 3) * self.page_bytes,), 0xFF, dtype=torch.uint8)
-        self.entries = torch.full((experts, 3 * tiles), -1, dtype=torch.int32)
+        self.pool = torch.full(((len(present) * count + 3) * self.page_bytes,), 0xFF, dtype=torch.uint8)
+        self.entries = torch.full((experts, count + more), -1, dtype=torch.int32)
         self.weights: dict[int, list[Tensor]] = {}
         for expert, pages in zip(present, places.tolist(), strict=True):
-            matrices = []
+            matrices, column = [], 0
             for part, (rows, columns) in enumerate(((f, d), (f, d), (d, f))):
                 fmt, made = formats[part // 2], []
-                for tile in range(tiles):
-                    start = pages[part * tiles + tile] * self.page_bytes
-                    codes = random_matrix(fmt, rows // tiles, columns, draw)
-                    pack(codes, fmt, self.pool[start : start + self.page_bytes])
-                    self.entries[expert, part * tiles + tile] = start // 256
+                height = tile_rows(rows, self.tiles[part // 2], fmt.group_rows)
+                for first in range(0, rows, height):
+                    start = pages[column] * self.page_bytes
+                    codes = random_matrix(fmt, min(height, rows - first), columns, draw)
+                    pack(codes, fmt, self.pool[start : start + self.page_bytes], height)
+                    self.entries[expert, column] = start // 256
                     made.append(dequantize(codes, fmt).double())
+                    column += 1
                 matrices.append(torch.cat(made))
             self.weights[expert] = matrices
 

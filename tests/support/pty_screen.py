@@ -81,8 +81,8 @@ class PtyScreen:
         return _CODES.sub("", self.written.decode("utf-8", "replace"))
 
     def press(self, keys: str) -> None:
-        """Type."""
-        os.write(self._fd, keys.encode())
+        """Type; halves of surrogate pairs stand for single bytes, as in file names."""
+        os.write(self._fd, keys.encode("utf-8", "surrogateescape"))
 
     def leave(self, seconds: float = 15.0) -> int:
         """Read to the end and return the exit code (negative for a signal)."""

@@ -69,7 +69,7 @@ class PackedSource(Protocol):
         """Of plain dense matrices."""
         ...
 
-    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
+    def expert_packed(self, layer: int, expert: int, pages: Sequence[Tensor], tiles: tuple[int, int] | None = None) -> None:
         """See `WeightReader.expert_packed`."""
         ...
 
@@ -102,7 +102,7 @@ class ExpertFiles:
         self._lock = threading.Lock()
 
     def read(self, layer: int, expert: int, out: Tensor) -> None:
-        """Fill `out`, uint8 [expert_bytes], with one expert; what its pages leave empty keeps what it was.
+        """Fill `out`, uint8 with the bytes of its pages, with one expert; what its pages leave empty keeps what it was.
 
         Raises:
             CheckpointError: a file ended early or could not be read.
@@ -111,10 +111,10 @@ class ExpertFiles:
         if not places.packed:
             self._read_plain(model_layer, expert, out)
             return
-        pages = out.view(places.pages_per_expert, places.page_bytes)
+        pages = out.view(places.layer_pages[layer], places.page_bytes)
         if places.layers[layer] is not None:
             assert isinstance(self._source, PackedSource), "packed experts come from a source of such"
-            self._source.expert_packed(model_layer, expert, list(pages))
+            self._source.expert_packed(model_layer, expert, list(pages), **places.tiling(layer))
             return
         size = places.tile_bytes(layer, 0)
         content = torch.empty(len(pages), size, dtype=torch.uint8)

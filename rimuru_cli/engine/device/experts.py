@@ -77,6 +77,8 @@ class DeviceExperts(StepChoice):
         self._index = {layer: index for index, layer in enumerate(moe_layers)}
         self._pages = host.pages
         self._f = host.pages.f
+        # Plain experts need no tiles: all columns of a table are theirs.
+        self._tiles = list(host.pages.layer_tiles) if any(host.pages.layers) else [None] * len(host.pages.layers)
         self._policy = ResolvePolicy(decay=decay)
         experts, pages = host.num_experts, residency.pages_per_expert
         # The ranking that every step begins with, where what routers choose is not to count.
@@ -139,8 +141,10 @@ class DeviceExperts(StepChoice):
         self._step_rows = num_rows
         self.on_demand = False
         self._forget_choices()
-        self._residency.pull()
+        if self._residency.stale:  # the ranking is not needed here, and waiting for it would keep the device waiting as well
+            self._residency.pull()
         self._residency.push()
+        self._residency.counted = True
         if buffers is not None:
             self._stream = ExpertStream(
                 self._host, self._residency, self._pool, buffers, self._copies, staging=self._staging, timed=self.timed
@@ -232,6 +236,7 @@ class DeviceExperts(StepChoice):
             arriving=arriving,
             formats=pages.layers[index],
             arriving_bytes=pages.page_bytes,
+            tiles=self._tiles[index],
         )
 
     @property
@@ -288,13 +293,13 @@ class DeviceExperts(StepChoice):
         if self.override is not None:
             self.override.advance()
 
-    def marks(self) -> list[Tensor]:
-        """Copies of what a forward pass counts up, to `rewind` to if it turns out not to be wanted."""
-        return [t.clone() for t in self._counting()]
+    def marks(self) -> list[tuple[Tensor, Tensor]]:
+        """What a forward pass counts up, each with a copy, to `rewind` to if it turns out not to be wanted."""
+        return [(t, t.clone()) for t in self._counting()]
 
-    def rewind(self, marks: list[Tensor]) -> None:
+    def rewind(self, marks: list[tuple[Tensor, Tensor]]) -> None:
         """Queue that nothing was counted since `marks`; which experts are resident may differ, which no result depends on."""
-        for counting, mark in zip(self._counting(), marks, strict=True):
+        for counting, mark in marks:
             counting.copy_(mark)
 
     def _counting(self) -> list[Tensor]:
@@ -320,4 +325,4 @@ class DeviceExperts(StepChoice):
     @property
     def fetched_bytes(self) -> int:
         """Their bytes."""
-        return self.fetched * self._host.expert_bytes
+        return int((self._totals[:, 2] * torch.tensor(self._host.layer_bytes)).sum())

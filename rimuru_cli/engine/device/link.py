@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from rimuru_cli.engine.device.copying import copy_expert
 from rimuru_cli.engine.device.pinned_host import PinnedHost
-from rimuru_cli.engine.device.streaming import copy_expert
 from rimuru_cli.engine.memory.geometry import PageKind
 from rimuru_cli.engine.memory.page_pool import PagePool
 from rimuru_kernels.expert_fetch import FetchPlan, fetch
@@ -40,7 +40,7 @@ def measure_link(pool: PagePool, host: PinnedHost, pages_per_expert: int) -> Lin
     count = min(_EXPERTS, host.num_experts, pool.allocator.available(PageKind.EXPERT) // pages_per_expert)
     if not pool.data.is_cuda or count == 0 or not bool((host.pointers[0, :count] != 0).all()):
         return LinkRates()
-    pages = sorted(pool.allocate(PageKind.EXPERT, count * pages_per_expert))
+    pages, tiles = sorted(pool.allocate(PageKind.EXPERT, count * pages_per_expert)), host.pages.layer_pages[0]
     try:
         device, page_bytes = pool.data.device, pool.geometry.expert_page_bytes
         plan = FetchPlan.create(host.num_experts, pages_per_expert, count, device)
@@ -50,10 +50,12 @@ def measure_link(pool: PagePool, host: PinnedHost, pages_per_expert: int) -> Lin
 
         def copy() -> None:
             for slot in range(count):
-                copy_expert(pool, pages[slot * pages_per_expert : (slot + 1) * pages_per_expert], host.run(0, slot, 1))
+                own = pages[slot * pages_per_expert : (slot + 1) * pages_per_expert]
+                copy_expert(pool, own, host.run(0, slot, 1), host.tile_sizes(0))
 
-        num_bytes = count * host.expert_bytes
-        return LinkRates(num_bytes / _seconds(lambda: fetch(plan, pool.data, page_bytes)), num_bytes / _seconds(copy), measured=True)
+        num_bytes = count * host.layer_bytes[0]
+        seconds = _seconds(lambda: fetch(plan, pool.data, page_bytes, (0, tiles))), _seconds(copy)
+        return LinkRates(num_bytes / seconds[0], num_bytes / seconds[1], measured=True)
     finally:
         pool.free(pages)
 

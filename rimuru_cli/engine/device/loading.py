@@ -125,7 +125,10 @@ def build_device_parts(
     pages = plan.geometry.pages_per_expert
     loader = Loader()
     tables = DeviceTables(host, ranking, pages, device)
-    residency = DeviceResidency(pool, view, host, ranking, loader, tables, floor=plan.floor, pages_per_expert=pages)
+    layer_pages = plan.experts.layer_pages
+    residency = DeviceResidency(
+        pool, view, host, ranking, loader, tables, floor=plan.floor, pages_per_expert=pages, layer_pages=layer_pages
+    )
     rates = measure_link(pool, host, pages)
     _fill(residency, host, report, floor_only=config.fixed_residents)
     scratch = ScratchPages(pool, host.num_experts, pages)

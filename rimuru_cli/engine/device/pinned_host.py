@@ -1,8 +1,8 @@
 """The host tier of a device: experts in page-locked memory, so that copy engine and kernels read them at link speed.
 
-Every expert there is contiguous (gate | up | down) and starts at a multiple of 4096 bytes. Memory is locked in pieces as it is filled. What
-the budget or the driver does not allow stays where the checkpoint has it: the device cannot read that (its pointer is 0), and the host has
-to bring it (`bounce.py`).
+Every expert there is contiguous (gate | up | down) and starts at a multiple of 4096 bytes, in places of one size. Memory is locked in
+pieces as it is filled. What the budget or the driver does not allow stays where the checkpoint has it: the device cannot read that (its
+pointer is 0), and the host has to bring it (`staging.py`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class PinnedHost:
 
     Attributes:
         pages: how experts lie in pages.
-        num_layers, num_experts: as of `HostStore`; expert_bytes: of one expert's pages.
-        stride_bytes: from one expert to the next in locked memory: expert_bytes rounded up to 4096.
+        num_layers, num_experts: as of `HostStore`; expert_bytes: of one expert's pages, the mean over layers; layer_bytes: of each layer's.
+        stride_bytes: from one expert to the next in locked memory: the largest layer_bytes rounded up to 4096.
         pointers: int64 [num_layers, num_experts], the address of each expert as the device sees it; 0: it cannot read this one.
         pinned: bool [num_layers, num_experts], which ones those are.
         refused: the driver locked less than it was asked for.
@@ -78,7 +78,12 @@ class PinnedHost:
             pages = ExpertPages.build(config, source.expert_dtype.itemsize, experts, MAX_PAGE_BYTES)
         self.pages = pages
         self.expert_bytes = pages.expert_bytes
-        self.stride_bytes = -(-self.expert_bytes // ALIGNMENT) * ALIGNMENT
+        self.layer_bytes = [count * pages.page_bytes for count in pages.layer_pages]
+        self.stride_bytes = -(-max(self.layer_bytes) // ALIGNMENT) * ALIGNMENT
+        self._tile_sizes = [
+            [pages.tile_bytes(layer, part) for part in range(3) for _ in range(tiles.of(part))]
+            for layer, tiles in enumerate(pages.layer_tiles)
+        ]
         self.bytes_read = 0
         self.brought = 0
         self.shared = False
@@ -127,13 +132,13 @@ class PinnedHost:
 
     @property
     def padding_bytes(self) -> int:
-        """Part of it that holds nothing, because experts start at whole memory pages."""
-        return sum(count for _, count in self._pieces) * (self.stride_bytes - self.expert_bytes)
+        """Part of it that holds nothing, because experts start at whole memory pages, and have places of one size."""
+        return self.pinned_bytes - sum(self.layer_bytes[layer] for layer, _ in self._contents[: self.pinned_bytes // self.stride_bytes])
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes of experts that are not page-locked and stay mapped from the checkpoint."""
-        return int((self._slots < 0).sum()) * self.expert_bytes
+        return int(((self._slots < 0).sum(1) * self.layer_bytes).sum())
 
     @property
     def notices(self) -> tuple[str, ...]:
@@ -148,14 +153,18 @@ class PinnedHost:
         )
 
     def content(self, layer: int, expert: int) -> Tensor:
-        """The bytes of one expert's pages, page-locked or just read: uint8 [expert_bytes]. Counts as a read of the host tier."""
-        self.bytes_read += self.expert_bytes
+        """The bytes of one expert's pages, page-locked or just read: uint8 [layer_bytes]. Counts as a read of the host tier."""
+        self.bytes_read += self.layer_bytes[layer]
         slot = int(self._slots[layer, expert])
         if slot >= 0:
             return self._bytes(slot, 1)
-        content = torch.empty(self.expert_bytes, dtype=torch.uint8)
+        content = torch.empty(self.layer_bytes[layer], dtype=torch.uint8)
         self._files.read(layer, expert, content)
         return content
+
+    def tile_sizes(self, layer: int) -> list[int]:
+        """Bytes that each page of an expert of a MoE layer holds; the rest of a page is empty."""
+        return self._tile_sizes[layer]
 
     def copy_to(self, view: PageView, layer: int, expert: int, pages: Sequence[int]) -> None:
         """See `HostTier.copy_to`; for pools in main memory."""
@@ -166,17 +175,17 @@ class PinnedHost:
     def joined(self, layer: int, expert: int, following: int) -> bool:
         """Whether `following` begins where `expert` ends, so that both are one run of bytes that the copy engine takes at once."""
         slot, other = int(self._slots[layer, expert]), int(self._slots[layer, following])
-        whole = self.stride_bytes == self.expert_bytes and slot >= 0 and other == slot + 1
+        whole = self.stride_bytes == self.layer_bytes[layer] and slot >= 0 and other == slot + 1
         return whole and self._piece_of[slot] == self._piece_of[other]
 
     def run(self, layer: int, first: int, count: int) -> Tensor:
-        """The bytes of `count` page-locked experts that are `joined`, from `first` on: uint8 [count * expert_bytes], a view."""
+        """The bytes of `count` page-locked experts that are `joined`, from `first` on: uint8 [count * layer_bytes], a view."""
         slot = int(self._slots[layer, first])
         assert slot >= 0, f"expert {first} of layer {layer} is not page-locked"
         return self._bytes(slot, count)
 
     def read(self, layer: int, expert: int, out: Tensor) -> None:
-        """Copy one expert's bytes, page-locked or not, to `out`, uint8 [expert_bytes] in main memory. From any thread."""
+        """Copy one expert's bytes, page-locked or not, to `out`, uint8 [layer_bytes] in main memory. From any thread."""
         slot = int(self._slots[layer, expert])
         if slot < 0:
             self._files.read(layer, expert, out)
@@ -207,7 +216,7 @@ class PinnedHost:
         before, self._contents = self._contents, list(wanted)
         size = max(1, min(_PIECE, max(_SMALLEST_PIECE, len(wanted) * self.stride_bytes // 8)) // self.stride_bytes)
         bounds = [*range(0, len(wanted), size), len(wanted)]
-        done, total = 0, len(wanted) * self.expert_bytes
+        done, total = 0, sum(self.layer_bytes[layer] for layer, _ in wanted)
         self._slots.fill(-1)
         # One thread locks, the others read: locking a piece takes as long as reading a few experts.
         with ThreadPoolExecutor(reading_threads(), "rimuru-read") as readers, ThreadPoolExecutor(1, "rimuru-lock") as lock:
@@ -219,7 +228,7 @@ class PinnedHost:
                     for slot in range(start, stop):
                         if slot in reading:
                             reading[slot].result()
-                        done += self.expert_bytes
+                        done += self.layer_bytes[wanted[slot][0]]
                         self._progress(done, total)
                     if not before:
                         locking.append(lock.submit(self._lock, start, stop))
@@ -260,8 +269,8 @@ class PinnedHost:
         return self._memory.data_ptr() + slot * self.stride_bytes
 
     def _bytes(self, slot: int, count: int) -> Tensor:
-        start = slot * self.stride_bytes
-        return self._memory[start : start + (count - 1) * self.stride_bytes + self.expert_bytes]
+        start, size = slot * self.stride_bytes, self.layer_bytes[self._contents[slot][0]]
+        return self._memory[start : start + (count - 1) * self.stride_bytes + size]
 
 
 def _unlock(locker: Locker, addresses: list[int]) -> None:

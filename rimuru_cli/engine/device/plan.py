@@ -131,7 +131,7 @@ def plan_device_memory(
     fixed = program + dense + workspace
     per_huge = geometry.pages_per_huge(PageKind.EXPERT)
     division, kv_layers = page_division(model, geometry), len(model.attention_layers)
-    base = (layers * floor + least_buffer_experts(model.num_experts - floor)) * pages
+    base = lying.pages_of(layers * floor) + least_buffer_experts(model.num_experts - floor) * pages
 
     def pool_of(context: int, states: int = 1) -> int:
         kv_pages = -(-context // block_tokens) * kv_layers
@@ -143,7 +143,7 @@ def plan_device_memory(
         ceiling = max(minimum, fixed + backed_bytes(config.pool_bytes))
     elif ceiling is None and config.resident_share is not None:
         experts = round(config.resident_share * layers * model.num_experts)
-        ceiling = max(minimum, fixed + experts * pages * geometry.expert_page_bytes)
+        ceiling = max(minimum, fixed + lying.pages_of(experts) * geometry.expert_page_bytes)
     elif ceiling is None:
         ceiling = program + int(DEVICE_SHARE * free)
     if ceiling < minimum:
@@ -151,7 +151,7 @@ def plan_device_memory(
             f"The model needs at least {minimum / MIB:,.0f} MiB of device memory, but the ceiling is {ceiling / MIB:,.0f} MiB.",
             hint=f"Give at least --memory {-(-minimum // MIB)}MiB.",
         )
-    everything = max(base, layers * model.num_experts * pages)
+    everything = max(base, lying.pages_of(layers * model.num_experts))
     texts = pool_of(context * config.max_sequences, config.max_sequences * DEFAULT_STATES) - pool_of(0, 0)
     most = (everything // per_huge + 64) * geometry.huge_page_bytes + texts
     room = ceiling - fixed

@@ -76,4 +76,5 @@ class Prediction:
                 self._decided = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._decided.record(self._stream)
                 self._read = x
-            fetch(self._plan, self._pool.data, self._pool.geometry.expert_page_bytes)
+            tiles = self._residency.layer_pages[index + 1]
+            fetch(self._plan, self._pool.data, self._pool.geometry.expert_page_bytes, (0, tiles))

@@ -7,11 +7,13 @@ pages of a worse one of the same layer. The number of residents of a layer there
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rimuru_cli.engine.device.copying import copy_expert
 from rimuru_cli.engine.device.mirror import TablesMirror
 from rimuru_cli.engine.device.pinned_host import PinnedHost
 from rimuru_cli.engine.experts.packed_view import PageView
@@ -47,6 +49,7 @@ class DeviceResidency(Residency):
     Attributes:
         tables: the device's tables.
         stale: set by whoever lets the device exchange experts; the host's tables are read back before they are used again.
+        counted: set by whoever lets the device count selections and exchange nothing; only the ranking is behind then.
     """
 
     def __init__(
@@ -60,11 +63,12 @@ class DeviceResidency(Residency):
         *,
         floor: int,
         pages_per_expert: int,
+        layer_pages: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(pool, view, host, ranking, loader, floor=floor, pages_per_expert=pages_per_expert)
+        super().__init__(pool, view, host, ranking, loader, floor=floor, pages_per_expert=pages_per_expert, layer_pages=layer_pages)
         self.tables = tables
         self._tier = host
-        self.stale = False
+        self.stale = self.counted = False
         self._changed: set[tuple[int, int]] = set()
         self._mirror = TablesMirror(tables.entries, tables.scores)
         self._stream = torch.cuda.Stream() if pool.data.is_cuda else None  # type: ignore[no-untyped-call]
@@ -84,9 +88,9 @@ class DeviceResidency(Residency):
 
     def pull(self) -> None:
         """Read back what the device changed."""
-        if not self.stale:
+        if not self.stale and not self.counted:
             return
-        self.stale = False
+        self.stale = self.counted = False
         self._mirror.forget()
         self.push()
         if self._stream is not None:
@@ -147,9 +151,9 @@ class DeviceResidency(Residency):
     def picture(self, *, step: int, wait: bool) -> ResidencyPicture:
         """See `Residency.picture`. Without `wait` the device's tables are copied behind the step and shown by a later call, one step old or
         more, so that nobody waits for the device."""
-        if self.stale and wait:
+        if wait:
             self.pull()
-        if not self.stale:
+        if not self.stale and not self.counted:
             return super().picture(step=step, wait=wait)
         shown = self._mirror.turn(step)
         if shown is None:
@@ -179,12 +183,11 @@ class DeviceResidency(Residency):
             super()._copy(layer, expert, pages)
             return
         with torch.cuda.stream(self._stream):
-            for page, part in zip(pages, self._tier.content(layer, expert).view(len(pages), -1), strict=True):
-                self._pool.bytes_of(page, part.numel()).copy_(part, non_blocking=True)
+            copy_expert(self._pool, pages, self._tier.content(layer, expert), self._tier.tile_sizes(layer))
         self._stream.synchronize()
 
     def _show(self, layer: int, expert: int, pages: list[int]) -> None:
-        self.entries[layer, expert] = pages
+        self.entries[layer, expert, : len(pages)] = pages
         self.resident[layer, expert] = True
         self._changed.add((layer, expert))
 

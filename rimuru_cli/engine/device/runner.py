@@ -47,7 +47,7 @@ class _Ahead:
     places: list[tuple[TokenSequence, int]]
     tokens: Tensor
     logits: Tensor
-    marks: list[Tensor]
+    marks: list[tuple[Tensor, Tensor]]
     override: ReplayedRouting | None
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor
 
+from rimuru_cli.engine.device.copying import copy_expert
 from rimuru_cli.engine.device.pinned_host import Key, PinnedHost
 from rimuru_cli.engine.device.residency import DeviceTables
 from rimuru_cli.engine.memory.page_pool import PagePool
@@ -52,18 +53,20 @@ class Staging:
         key, place, reading = self._coming.popleft()
         assert key == (layer, expert), f"expert {(layer, expert)} was not expected next"
         reading.result()
-        self.write(pages, self._places[place, : self._host.expert_bytes])
+        self.write(layer, pages, self._places[place, : self._host.layer_bytes[layer]])
         if self._pool.data.is_cuda:
             self._left[place] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._host.bytes_read += self._host.expert_bytes
+        self._host.bytes_read += self._host.layer_bytes[layer]
         self._read_ahead()
 
-    def write(self, pages: list[int], content: Tensor) -> None:
-        """Copy an expert's bytes, uint8 [expert_bytes], into its pages, in order of the current stream."""
-        parts = content.view(len(pages), -1)
-        for page, part in zip(pages, parts, strict=True):
-            self._pool.bytes_of(page, part.numel()).copy_(part, non_blocking=True)
+    def write(self, layer: int, pages: list[int], content: Tensor) -> None:
+        """Copy the bytes of an expert of a MoE layer, uint8 [layer_bytes], into its pages, in order of the current stream.
+
+        Args:
+            pages: its pages, perhaps with others behind them.
+        """
+        copy_expert(self._pool, pages, content, self._host.tile_sizes(layer))
 
     def forget(self) -> None:
         """Nobody will ask for what is still expected."""
@@ -86,7 +89,7 @@ class Staging:
         event = self._left[place]
         if event is not None:
             event.synchronize()
-        self._host.read(*key, self._places[place, : self._host.expert_bytes])
+        self._host.read(*key, self._places[place, : self._host.layer_bytes[key[0]]])
 
 
 class HostService:
@@ -130,6 +133,9 @@ class HostService:
         wanted = unreadable + readable[: max(0, len(readable) - (len(loose) - taken_loose))]
         if not wanted:
             return None
+        # For that, what the device cannot give up: it needs all the others for what is left to it.
+        left = victims[len(unreadable) :]
+        victims = victims[: len(unreadable)] + [e for e in left if not pinned[e]] + [e for e in left if pinned[e]]
         assert len(wanted) <= len(victims), f"layer {layer} has fewer residents than experts that are selected"
         self.staging.expect((layer, e) for e in wanted)
         table = self._tables.entries[layer]
@@ -146,9 +152,9 @@ class HostService:
         try:
             self.staging.bring(layer, expert, pages)
         except BaseException:
-            content = torch.empty(self._host.expert_bytes, dtype=torch.uint8)
+            content = torch.empty(self._host.layer_bytes[layer], dtype=torch.uint8)
             self._host.read(layer, victim, content)
-            self.staging.write(pages, content)
+            self.staging.write(layer, pages, content)
             raise
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rimuru_cli.engine.device.copying import WASTED, contiguous, copy_expert
 from rimuru_cli.engine.device.pinned_host import PinnedHost
 from rimuru_cli.engine.device.residency import DeviceResidency
 from rimuru_cli.engine.device.staging import Staging
@@ -180,38 +181,33 @@ class ExpertStream:
 
     def _copy_run(self, layer: int, limit: int) -> None:
         """Copy the next expert, and with it those that follow it in main memory as well as in the pool."""
-        start, size, page_bytes = self._copied, self._host.expert_bytes, self._pool.geometry.expert_page_bytes
-        first, pages = self._queue[start][1], self._slots[start % len(self._slots)]
-        count = 1
+        start, size, page_bytes = self._copied, self._host.layer_bytes[layer], self._pool.geometry.expert_page_bytes
+        tiles = self._host.pages.layer_pages[layer]
+        first, pages = self._queue[start][1], self._slots[start % len(self._slots)][:tiles]
+        count, copied = 1, size
         if not self._host.pinned[layer, first]:
             assert self._staging is not None, "an expert is not page-locked"
             self._staging.bring(layer, first, pages)
-        elif _contiguous(pages, page_bytes):
+        else:
+            sizes = self._host.tile_sizes(layer)
+            whole = contiguous(pages, page_bytes) and (size - sum(sizes)) * WASTED <= size
             while (
-                start + count < limit
+                whole
+                and start + count < limit
                 and self._queue[start + count][1] == first + count
                 and self._host.joined(layer, first + count - 1, first + count)
                 and _follow(pages, self._slots[(start + count) % len(self._slots)], count * size)
             ):
                 count += 1
-            self._pool.bytes_of(pages[0], count * size).copy_(self._host.run(layer, first, count), non_blocking=True)
-        else:
-            copy_expert(self._pool, pages, self._host.run(layer, first, 1))
+            if count > 1:
+                copied = count * size
+                self._pool.bytes_of(pages[0], copied).copy_(self._host.run(layer, first, count), non_blocking=True)
+            else:
+                copied = copy_expert(self._pool, pages, self._host.run(layer, first, 1), sizes)
         self._copied += count
-        self.bytes_copied += count * size
+        self.bytes_copied += copied
         if self._host.pinned[layer, first]:
             self._host.bytes_read += count * size  # others are counted by whoever reads them
-
-
-def copy_expert(pool: PagePool, pages: list[int], content: Tensor) -> None:
-    """Queue the copy of one expert's bytes, uint8 [bytes] in page-locked memory, to its pages; one copy where they follow one another."""
-    size = content.numel() if _contiguous(pages, pool.geometry.expert_page_bytes) else pool.geometry.expert_page_bytes
-    for page, part in zip(pages, content.view(-1, size), strict=False):
-        pool.bytes_of(page, size).copy_(part, non_blocking=True)
-
-
-def _contiguous(pages: list[int], page_bytes: int) -> bool:
-    return page_bytes % ENTRY_BYTES == 0 and all(b - a == page_bytes // ENTRY_BYTES for a, b in pairwise(pages))
 
 
 def _follow(first: list[int], other: list[int], distance: int) -> bool:

@@ -29,7 +29,7 @@ class AdjusterStats:
     Attributes:
         required_blocks: R_b, blocks that scheduled sequences lack beyond what is free.
         free_blocks: F_b, blocks free right now.
-        pages_per_expert: expert pages that one expert occupies.
+        pages_per_expert: expert pages that one expert occupies; where layers differ, of the layer whose experts have the most.
         shrinkable: resident experts above the floor.
         expandable: experts that are not resident.
     """

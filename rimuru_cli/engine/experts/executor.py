@@ -119,7 +119,12 @@ class PooledExperts:
         return [(torch.empty(2 * self._f, self._d), torch.empty(self._d, self._f)) for _ in range(self._top_k)]
 
     def begin_step(self, num_tokens: int) -> None:
-        """Prepare for a forward pass over `num_tokens` rows; residency stays as it is until `end_step`, except for one-row swaps."""
+        """Prepare for a forward pass over `num_tokens` rows; residency stays as it is until `end_step`, except for one-row swaps.
+
+        Raises:
+            CheckpointError: a file of the host tier has become shorter.
+        """
+        self._host.check_files()
         self._step_tokens = num_tokens
         self._ranking.begin_step(num_tokens)
         self.row_hits = np.zeros(num_tokens, dtype=np.int64)

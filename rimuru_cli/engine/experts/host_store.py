@@ -13,12 +13,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rimuru_cli.engine.experts.cpu_tiles import CpuTiles
 from rimuru_cli.engine.experts.packed_view import PackedView, PageView
 from rimuru_cli.engine.experts.pages import ExpertPages
-from rimuru_cli.engine.experts.plane_products import PlaneTile
 from rimuru_cli.engine.memory.views import copy_in_pieces
-from rimuru_kernels.packed_weights import Codes, pack
-from rimuru_models.dense import cut
 from rimuru_models.layout import expert_bytes
 from rimuru_models.readers import Reader
 from rimuru_models.weights import ExpertTensors
@@ -36,6 +34,14 @@ class HostTier(Protocol):
     def copy_to(self, view: PageView, layer: int, expert: int, pages: Sequence[int]) -> None:
         """Bring one expert of a MoE layer into its pages of the pool."""
         ...
+
+
+class _Scratch:
+    """Where some experts lie packed before they are written as a CPU multiplies them, and what that takes."""
+
+    def __init__(self, pages: ExpertPages) -> None:
+        self.tiles = CpuTiles(pages)
+        self.packed = torch.empty(pages.packed_at_once, pages.pages_per_expert, pages.packed_page_bytes, dtype=torch.uint8)
 
 
 class HostStore:
@@ -57,6 +63,7 @@ class HostStore:
         packed = pages is not None and pages.packed
         self.expert_bytes = pages.expert_bytes if pages is not None and packed else expert_bytes(config, reader.expert_dtype.itemsize)
         self._held: dict[tuple[int, int], tuple[list[Tensor], int]] = {}
+        self._own = threading.local()
         self.bytes_read = 0
         self.brought = 0
         # All views at once: a file that is gone shows now and not in the middle of an answer, and no small object made then lies between
@@ -74,6 +81,14 @@ class HostStore:
         views = self._experts[layer]
         return views[expert] if views else self._reader.expert(self._moe_layers[layer], expert)
 
+    def check_files(self) -> None:
+        """Look whether the files are still as long as they were: before a step, since nothing can be caught in the middle of one.
+
+        Raises:
+            CheckpointError: a file has become shorter; names it.
+        """
+        self._reader.check_files()
+
     def hold(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
         """This thread has just written an expert into these pages, which stay as they are until `let_go`.
 
@@ -87,36 +102,49 @@ class HostStore:
 
     def write(self, layer: int, expert: int, pages: Sequence[Tensor]) -> None:
         """Write one expert into pages uint8 [page_bytes] of a model of which some layers are packed. Counts as a read of the host tier."""
-        assert self._pages is not None, "pages of bytes hold packed experts"
-        per = self._pages.tiles
-        if self._pages.layers[layer] is not None:
-            self.bytes_read += self.expert_bytes
-            if not any(self._pages.in_planes(layer, projection) for projection in range(3)):
-                self._reader.expert_packed(self._moe_layers[layer], expert, pages)
-                return
-            for projection, codes in enumerate(self._reader.expert_codes(self._moe_layers[layer], expert)):
-                self._write_codes(layer, projection, codes, pages[projection * per : (projection + 1) * per])
-            return
-        for projection, whole in enumerate(self.expert(layer, expert)):
-            for page, rows in zip(pages[projection * per : (projection + 1) * per], whole.chunk(per), strict=True):
-                copy_in_pieces(page[: rows.numel() * 4].view(torch.float32).view(rows.shape), rows)
+        self.write_some(layer, [expert], [pages])
 
-    def _write_codes(self, layer: int, projection: int, codes: Codes, pages: Sequence[Tensor]) -> None:
-        assert self._pages is not None
-        fmt = self._pages.format(layer, projection)
-        assert fmt is not None
-        rows, columns = self._pages.tile_shape(projection)
-        for index, page in enumerate(pages):
-            tile = cut(codes, fmt, index * rows, (index + 1) * rows)
-            if self._pages.in_planes(layer, projection):
-                PlaneTile(fmt, rows, columns).write(tile, page)
-            else:
-                pack(tile, fmt, page)
+    def write_some(self, layer: int, experts: Sequence[int], places: Sequence[Sequence[Tensor]]) -> None:
+        """`write` for some experts of one layer, small ones at once."""
+        assert self._pages is not None, "pages of bytes hold packed experts"
+        if self._pages.layers[layer] is None:
+            for expert, pages in zip(experts, places, strict=True):
+                for own, whole in zip(self._pages.split(layer, pages), self.expert(layer, expert), strict=True):
+                    for page, rows in zip(own, whole.chunk(len(own)), strict=True):
+                        copy_in_pieces(page[: rows.numel() * 4].view(torch.float32).view(rows.shape), rows)
+            return
+        self.bytes_read += self.expert_bytes * len(experts)
+        tiling, number = self._pages.tiling(layer), self._moe_layers[layer]
+        if {self._pages.lying(layer, projection) for projection in range(3)} == {"packed"}:
+            for expert, pages in zip(experts, places, strict=True):
+                self._reader.expert_packed(number, expert, pages, **tiling)
+            return
+        scratch = self._scratch()
+        at_once = len(scratch.packed)
+        for first in range(0, len(experts), at_once):
+            some, targets = experts[first : first + at_once], places[first : first + at_once]
+            sources = [place.unbind(0)[: self._pages.layer_pages[layer]] for place in scratch.packed[: len(some)]]
+            for one, packed in zip(some, sources, strict=True):
+                self._reader.expert_packed(number, one, packed, **tiling)
+            parts = [self._pages.split(layer, packed) for packed in sources], [self._pages.split(layer, pages) for pages in targets]
+            for kinds in ((0, 1), (2,)):  # gate and up are of one kind
+                tile = scratch.tiles.of(layer, kinds[0])
+                assert tile is not None, "of packed experts"
+                read, written = ([page for split in part for kind in kinds for page in split[kind]] for part in parts)
+                tile.write(read, written)
+
+    def _scratch(self) -> _Scratch:
+        """This thread's: the loader writes beside the forward pass."""
+        if not hasattr(self._own, "scratch"):
+            assert self._pages is not None
+            self._own.scratch = _Scratch(self._pages)
+        scratch: _Scratch = self._own.scratch
+        return scratch
 
     def copy_to(self, view: PageView, layer: int, expert: int, pages: Sequence[int]) -> None:
         """See `HostTier.copy_to`."""
         if isinstance(view, PackedView):
-            targets = [view.pool.bytes_of(page, view.pages.page_bytes) for page in pages]
+            targets = [view.pool.bytes_of(page, view.pages.page_bytes) for page in pages[: view.pages.layer_pages[layer]]]
             held, thread = self._held.get((layer, expert), ([], 0))
             if thread == threading.get_ident():
                 for target, source in zip(targets, held, strict=True):

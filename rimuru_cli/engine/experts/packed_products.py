@@ -2,43 +2,48 @@
 
 With q the stored code, and s, z, m scale, zero and minimum of the group of columns g that holds it (see `packed_weights.format`),
 
-    y = factor · Σ_k (s q_k + c) x_k = factor · ( Σ_k (s q_k) x_k + Σ_g c_g Σ_{k in g} x_k )        c = m - s (bias + z)
+    y = factor · Σ_k (s (q_k - bias) + c) x_k = factor · ( Σ_k s (q_k - bias) x_k + Σ_g c_g Σ_{k in g} x_k )        c = m - s z
 
-so what belongs to whole groups is added for whole groups. Four-bit codes are taken in the order in which they lie, all low halves of a
-row's bytes and then all high ones; x is put into the same order instead, once.
+so what belongs to whole groups is added for whole groups. Every step runs over long runs of bytes (see `code_order`), and a block's columns
+lie so that each scale multiplies 16 or more neighbours; x is put into that order once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from rimuru_cli.engine.experts.pages import block_weights
+from rimuru_cli.engine.experts.code_order import CodeOrder, code_order
+from rimuru_cli.engine.experts.code_scratch import BlockScratch, Workspace
 from rimuru_kernels.packed_weights import PackedFormat, PageParts, dequantize, page_parts, unpack
-from rimuru_kernels.packed_weights.format import BLOCK, HIGH_BITS, LOW_BITS, SUPER_GROUP, Part
+from rimuru_kernels.packed_weights.format import HIGH_BITS, SUPER_GROUP, Part
 
-_HALF = BLOCK // 2
+__all__ = ["PackedTile", "Workspace"]
+
 _SCALE_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # What the bits of a float code are, read as the bits of a float16, is this much too small.
-_FP8_FACTOR = 2.0**8
-_FP4_FACTOR = 2.0**14
+_FLOAT_FACTORS = {"fp8": 2.0**8, "fp4": 2.0**14}
+# A float16's sign, and below it the exponent's lower bits and the mantissa's upper ones that a code of 8 or 4 bits has.
+_FP8_BITS, _FP4_BITS = 0xBF80 - (1 << 16), 0x8E00 - (1 << 16)
+_LOW_NIBBLES = 0x0F0F0F0F0F0F0F0F
 
 
-class Workspace:
-    """Scratch for one block at a time, shared by all matrices.
+class Terms(NamedTuple):
+    """What belongs to the groups of some rows, float32 [rows, groups].
 
-    Args:
-        columns: of the widest matrix; a block is at least one row.
+    Attributes:
+        scales: of codes, as they are decoded.
+        by_run: the same for each run of a `CodeOrder`.
+        added: this is added to scale · code; None: nothing.
     """
 
-    def __init__(self, columns: int) -> None:
-        size = block_weights(columns)
-        self.codes = torch.empty(size, dtype=torch.uint8)
-        self.halves = torch.empty(size, dtype=torch.int16)
-        self.floats = torch.empty(size)
+    scales: Tensor
+    by_run: Tensor
+    added: Tensor | None
 
 
 class PackedTile:
@@ -48,23 +53,29 @@ class PackedTile:
         fmt: of the codes.
         rows, columns: of a tile.
         space: scratch.
+
+    Attributes:
+        width: columns with what fills up the last block or group.
+        num_bytes: of a packed tile.
     """
 
     def __init__(self, fmt: PackedFormat, rows: int, columns: int, space: Workspace) -> None:
         self.fmt, self.rows, self.columns = fmt, rows, columns
         self._space = space
         self._parts: PageParts = page_parts(fmt, rows, columns)
-        self._nibbles = LOW_BITS[fmt.values] == 4
-        self._blocks = -(-columns // BLOCK)
-        self._groups = fmt.groups(columns)
-        group = fmt.group
-        # Columns as they are computed, with what fills up the last block or group.
-        self._width = self._blocks * BLOCK if self._nibbles else columns if not group else self._groups * group
+        self.num_bytes = self._parts.num_bytes
+        self._order: CodeOrder | None = code_order(fmt, columns)
         # Groups that are no whole parts of blocks, nor whole blocks, which no released checkpoint has: slowly, by the reference.
-        self._odd = self._nibbles and group not in (0, 16, 32) and group % BLOCK != 0
+        self.width = columns if self._order is None else self._order.width
+        self._scratch = cache(self._make_scratch)
+        self._most = max(1, space.floats.numel() // self.width)  # rows of a block
+
+    def _make_scratch(self, count: int, rows: int) -> BlockScratch:
+        assert self._order is not None
+        return BlockScratch(self._space, self.fmt, self._order, count, rows)
 
     def product(self, pages: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Products of several tiles.
+        """Products of several tiles, one row each.
 
         Args:
             pages: n of them, uint8, each at least the bytes of a tile.
@@ -73,206 +84,214 @@ class PackedTile:
         Returns:
             float32 [n, rows].
         """
-        count = len(pages)
-        if self._odd:
-            numbers = self._space.floats.new_empty(self.rows, self.columns)
-            return torch.stack([torch.mv(self.weights(page, numbers), x[n % len(x)]) for n, page in enumerate(pages)])
+        count, shared = len(pages), len(x) == 1
         out = torch.empty(count, self.rows)
-        ordered, sums = self._ordered(x), self._sums(x)
-        shared = len(x) == 1
-        at_once = max(1, self._space.floats.numel() // (self.rows * self._width))
-        rows = min(self.rows, max(1, self._space.floats.numel() // self._width))
+        ordered, sums = self.ordered(x), self._sums(x)
+        at_once = max(1, self._most // self.rows)
         for first in range(0, count, at_once):
             some = pages[first : first + at_once]
-            stacked = _stack(some, self._parts.num_bytes)
             own = slice(None) if shared else slice(first, first + len(some))
-            for start in range(0, self.rows, rows):
-                stop = min(self.rows, start + rows)
-                target = out[first : first + len(some), start:stop]
-                self._block_product(stacked, start, stop, ordered[own], sums if sums is None else sums[own], target)
+            self._vectors(self._stacked(some), ordered[own], None if sums is None else sums[own], out[first : first + len(some)])
         return out
 
-    def weights(self, page: Tensor, out: Tensor) -> Tensor:
-        """One tile's weights as float32 [rows, columns], written to `out`."""
-        if self._odd:
-            return out.copy_(dequantize(unpack(page, self.fmt, self.rows, self.columns), self.fmt))
-        stacked = _stack([page], self._parts.num_bytes)
-        rows = min(self.rows, max(1, self._space.floats.numel() // self._width))
-        for start in range(0, self.rows, rows):
-            stop = min(self.rows, start + rows)
-            scales, added = self._scales(stacked, start, stop)
-            codes = self._scaled(stacked, start, stop, scales)
-            if not self.fmt.group:
-                codes.mul_(scales)
-            if added is not None:
-                codes.view(*self._by_groups(codes)).add_(self._over(added))
-            if self.fmt.factor:
-                codes.mul_(self._factor(stacked))
-            target = out[start:stop]
-            if self._nibbles:
-                codes = codes.view(stop - start, 2, self._blocks, _HALF).transpose(1, 2).reshape(stop - start, -1)
-                target.copy_(codes[:, : self.columns])
+    def rows_product(self, page: Tensor, x: Tensor) -> Tensor:
+        """Products of one tile with many rows: x float32 [m, columns] -> float32 [m, rows]."""
+        out = torch.empty(len(x), self.rows)
+        ordered, sums = self.ordered(x), self._sums(x)
+        stacked = self._stacked([page])
+        terms = self._terms(stacked)
+        for start, stop in self._blocks():
+            torch.mm(ordered, self._numbers(stacked, start, stop, terms).t(), out=out[:, start:stop])
+        if self.fmt.group == 0 and terms is not None:
+            out.mul_(terms.scales.t())
+        if sums is not None and terms is not None and terms.added is not None:
+            out.addmm_(sums, terms.added.t())
+        return out
+
+    def numbers(self, page: Tensor, out: Tensor) -> None:
+        """One tile's weights, rounded to out's dtype, [rows, width], in the order of codes; what fills up rows is any finite number."""
+        stacked = self._stacked([page])
+        terms = self._terms(stacked)
+        for start, stop in self._blocks():
+            numbers = self._numbers(stacked, start, stop, terms)
+            if terms is not None and self._order is not None:
+                runs = numbers.view(stop - start, -1, self._order.run or self.width)
+                if self.fmt.group == 0:
+                    runs.mul_(terms.scales[start:stop].unsqueeze(2))
+                if terms.added is not None:
+                    runs.add_(self._order.by_run(terms.added[start:stop]).unsqueeze(2))
+            out[start:stop].copy_(numbers)
+
+    def terms(self, pages: Sequence[Tensor]) -> Terms:
+        """What belongs to the groups of some tiles, row by row."""
+        terms = self._terms(self._stacked(pages), decoded=False)
+        assert terms is not None, "of groups that blocks hold"
+        return terms
+
+    def write(self, packed: Sequence[Tensor], pages: Sequence[Tensor]) -> None:
+        """Write packed matrices into pages: as they are."""
+        for source, page in zip(packed, pages, strict=True):
+            page[: self.num_bytes].copy_(source[: self.num_bytes])
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """Rows that are decoded at once: from, to."""
+        for start in range(0, self.rows, self._most):
+            yield start, min(self.rows, start + self._most)
+
+    def _vectors(self, pages: Tensor, x: Tensor, sums: Tensor | None, out: Tensor) -> None:
+        """n stacked pages times x [1 or n, width], to out [n, rows]."""
+        terms = self._terms(pages)
+        for start, stop in self._blocks():
+            numbers = self._numbers(pages, start, stop, terms)
+            if len(x) == 1:
+                out[:, start:stop] = torch.mv(numbers, x[0]).view(len(pages), -1)
             else:
-                target.copy_(codes.view(stop - start, -1)[:, : self.columns])
-        return out
+                out[:, start:stop] = torch.bmm(numbers.view(len(pages), stop - start, -1), x.unsqueeze(2)).squeeze(2)
+        if self.fmt.group == 0 and terms is not None:
+            out.mul_(terms.scales.view(out.shape))
+        if sums is not None and terms is not None and terms.added is not None:
+            if len(sums) == 1:
+                out.view(-1).addmv_(terms.added, sums[0])
+            else:
+                out.unsqueeze(2).baddbmm_(terms.added.view(*out.shape, -1), sums.unsqueeze(2))
 
-    # ---- parts of a product ---------------------------------------------------------------------------------------------------------
+    # ---- what codes mean ------------------------------------------------------------------------------------------------------------
 
-    def _block_product(self, pages: Tensor, start: int, stop: int, x: Tensor, sums: Tensor | None, out: Tensor) -> None:
-        scales, added = self._scales(pages, start, stop)
-        codes = self._scaled(pages, start, stop, scales)
-        count, rows = len(pages), stop - start
-        if len(x) == 1:
-            y = torch.mv(codes.view(count * rows, self._width), x[0]).view(count, rows)
-        else:
-            y = torch.bmm(codes, x.unsqueeze(2)).squeeze(2)
-        if not self.fmt.group:
-            y.mul_(scales.squeeze(2))
-        if added is not None and sums is not None:
-            flat = added.reshape(count, rows, -1)
-            y += torch.matmul(flat, sums[0]) if len(sums) == 1 else torch.bmm(flat, sums.unsqueeze(2)).squeeze(2)
-        if self.fmt.factor:
-            y *= self._factor(pages).view(-1, 1)
-        out.copy_(y)
+    def _numbers(self, pages: Tensor, start: int, stop: int, terms: Terms | None) -> Tensor:
+        """Codes of rows start to stop of n stacked pages, times their group's scale (where a row is one group: without it).
 
-    def _scaled(self, pages: Tensor, start: int, stop: int, scales: Tensor) -> Tensor:
-        """Codes of rows start to stop as float32 [n, rows, width], times their group's scale where rows have several."""
-        count, rows = len(pages), stop - start
-        floats = self._space.floats[: count * rows * self._width].view(count, rows, self._width)
-        values = _rows(pages, self._parts.values, start, stop)
-        own = floats[:, :, : self.columns]
-        if not self._nibbles and self._width > self.columns:
-            floats[:, :, self.columns :] = 0.0
-        if self._nibbles:
-            self._nibble_codes(pages, values, start, stop, floats)
-        elif self.fmt.values == "int8":
-            own.copy_(values.view(torch.int8))
-        else:
-            half = self._space.halves[: values.numel()].view_as(values)
-            half.copy_(values.view(torch.int8)).bitwise_left_shift_(7).bitwise_and_(
-                -16512
-            )  # the sign, and seven bits below the exponent's top
-            own.copy_(half.view(torch.float16))
+        Returns:
+            float32 [n · rows, width], in the order of codes; valid until the next call.
+        """
+        if self._order is None or terms is None:
+            return torch.cat([dequantize(unpack(page, self.fmt, self.rows, self.columns), self.fmt)[start:stop] for page in pages])
+        block = self._scratch(len(pages), stop - start)
+        self._decode(pages, start, stop, block)
         if self.fmt.group:
-            floats.view(*self._by_groups(floats)).mul_(self._over(scales))
-        return floats
+            # Several pages are one block, of all their rows.
+            block.scale(terms.by_run if len(pages) > 1 else terms.by_run[start:stop])
+        return block.floats
 
-    def _nibble_codes(self, pages: Tensor, values: Tensor, start: int, stop: int, floats: Tensor) -> None:
-        count, rows, _ = values.shape
-        codes = self._space.codes[: floats.numel()].view(count, rows, 2, self._blocks * _HALF)
-        torch.bitwise_and(values, 15, out=codes[:, :, 0])
-        torch.bitwise_right_shift(values, 4, out=codes[:, :, 1])
-        bits = HIGH_BITS.get(self.fmt.values, 0)
-        if bits:
-            high = _rows(pages, self._parts.high, start, stop).view(count, rows, self._blocks, -1)
-            size = high.shape[3]
-            pieces = codes.view(count, rows, 2, self._blocks, _HALF // size, size)
-            per_half = _HALF // size
-            for piece in range(2 * per_half):
-                more = ((high >> (piece * bits)) & ((1 << bits) - 1)) << 4
-                pieces[:, :, piece // per_half, :, piece % per_half].bitwise_or_(more)
-        if self.fmt.values == "fp4":
-            half = self._space.halves[: floats.numel()].view_as(codes)
-            half.copy_(codes)
-            sign = half << 12
-            half.bitwise_left_shift_(9).bitwise_and_(0x0E00).bitwise_or_(sign.bitwise_and_(-32768))
-            floats.view_as(codes).copy_(half.view(torch.float16))
-        else:
-            floats.view_as(codes).copy_(codes)
-
-    def _by_groups(self, floats: Tensor) -> tuple[int, ...]:
-        """The shape in which a block's columns stand beside their groups."""
-        count, rows, _ = floats.shape
-        group = self.fmt.group
-        if not self._nibbles:
-            return count, rows, self._groups, group if group else self._width
-        return (count, rows, 2, self._blocks, _HALF // 16, 16) if group == 16 else (count, rows, 2, self._blocks, _HALF)
-
-    def _over(self, per_group: Tensor) -> Tensor:
-        """Values of groups [n, rows, groups] in the order of `_by_groups`, to be broadcast."""
-        count, rows, groups = per_group.shape
-        group = self.fmt.group
-        if not self._nibbles:
-            return per_group.unsqueeze(3)
-        if group == 0:
-            return per_group.view(count, rows, 1, 1, 1)
-        if group <= _HALF:
-            wanted = self._blocks * (BLOCK // group)
-            if groups < wanted:
-                per_group = torch.nn.functional.pad(per_group, (0, wanted - groups))
-            if group == 16:
-                return per_group.view(count, rows, self._blocks, 2, 2, 1).transpose(2, 3)
-            return per_group.view(count, rows, self._blocks, 2, 1).transpose(2, 3)
-        return per_group.repeat_interleave(group // BLOCK, 2)[:, :, : self._blocks].view(count, rows, 1, self._blocks, 1)
-
-    def _scales(self, pages: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Scales [n, rows, groups], and what is added to each weight of a group, likewise, if anything."""
-        fmt, parts = self.fmt, self._parts
-        per = fmt.group_rows
-        first, last = start // per, -(-stop // per)
-        raw = _rows(pages, parts.scales, first, last)
+    def _terms(self, pages: Tensor, *, decoded: bool = True) -> Terms | None:
+        """What belongs to the groups of n stacked pages, row by row; None where blocks do not hold groups."""
+        if self._order is None:
+            return None
+        fmt, parts, count = self.fmt, self._parts, len(pages)
+        lines, per = parts.scales.rows, fmt.group_rows
+        raw = _rows(pages, parts.scales, 0, lines)
         if fmt.scale in _SCALE_DTYPES:
             scales = raw.view(_SCALE_DTYPES[fmt.scale]).float()
         elif fmt.scale == "e8m0":
-            scales = torch.exp2(raw.float() - 127)
+            scales = torch.exp2(raw.float().sub_(127))
         elif fmt.scale == "e4m3":
-            scales = self._e4m3.index_select(0, raw.reshape(-1).int()).view(raw.shape)
+            scales = _fp8_bits(raw.view(torch.int8).short()).view(torch.float16).float()
         else:
-            codes = raw.view(torch.int8) if fmt.scale == "i8*f16" else raw
-            scales = self._two_levels(pages, parts.super_scales, codes, start, stop)
+            scales = self._two_levels(pages, parts.super_scales, raw.view(torch.int8) if fmt.scale == "i8*f16" else raw)
+        scales = scales.reshape(count * lines, -1)
         if per > 1:
-            scales = scales.repeat_interleave(per, 1)[:, start - first * per : stop - first * per]
-        added: Tensor | None = None
-        if fmt.offset == "u8*f16":
-            added = self._two_levels(pages, parts.super_offsets, _rows(pages, parts.offsets, start, stop), start, stop).neg_()
-        elif fmt.offset == "min":
-            added = _rows(pages, parts.offsets, start, stop).view(torch.float16).float()
-        elif fmt.offset == "zero":
-            zeros = _rows(pages, parts.offsets, start, stop)
-            added = (zeros.view(torch.int8) if fmt.values == "int8" else zeros) * -scales
-        if fmt.bias:
-            taken = scales * -float(fmt.bias)
-            added = taken if added is None else added + taken
-        code_factor = _FP8_FACTOR if fmt.values == "fp8" else _FP4_FACTOR if fmt.values == "fp4" else 1.0
-        return scales if code_factor == 1.0 else scales * code_factor, added
+            scales = scales.view(count, lines, -1).repeat_interleave(per, 1)[:, : self.rows].reshape(count * self.rows, -1)
+        factor = _FLOAT_FACTORS["fp8"] if fmt.scale == "e4m3" else 1.0
+        if decoded:
+            factor *= _FLOAT_FACTORS.get(fmt.values, 1.0)
+        scales = scales if factor == 1.0 and not fmt.factor else scales.view(count, -1).mul(self._factor(pages, factor)).view(scales.shape)
+        return Terms(scales, self._order.by_run(scales) if decoded else scales, self._offsets(pages, scales))
 
-    def _two_levels(self, pages: Tensor, supers: Part, codes: Tensor, start: int, stop: int) -> Tensor:
-        upper = _rows(pages, supers, start, stop).view(torch.float16).float()
-        return upper.repeat_interleave(SUPER_GROUP // self.fmt.group, 2)[:, :, : codes.shape[2]].mul_(codes)
+    def _offsets(self, pages: Tensor, scales: Tensor) -> Tensor | None:
+        """What is added to each weight of a group, if anything."""
+        fmt, parts = self.fmt, self._parts
+        if fmt.offset == "none":
+            # Codes of fewer bits have their bias taken off while they are decoded.
+            return scales * -float(fmt.bias) if fmt.bias and fmt.values == "int8" else None
+        raw = _rows(pages, parts.offsets, 0, self.rows)
+        if fmt.offset == "zero":
+            signed = fmt.values == "int8"
+            added = (raw.view(torch.int8) if signed else raw).reshape(scales.shape) * -scales
+            return added.sub_(scales, alpha=fmt.bias) if signed and fmt.bias else added
+        added = self._two_levels(pages, parts.super_offsets, raw).neg_() if fmt.offset == "u8*f16" else raw.view(torch.float16).float()
+        if fmt.factor:
+            added = added.view(len(pages), -1).mul(self._factor(pages, 1.0))
+        added = added.reshape(scales.shape)
+        return added.sub_(scales, alpha=fmt.bias) if fmt.values == "int8" and fmt.bias else added
 
-    def _factor(self, pages: Tensor) -> Tensor:
+    def _factor(self, pages: Tensor, more: float) -> Tensor | float:
+        """What multiplies each of n stacked pages as a whole: [n, 1]."""
+        if not self.fmt.factor:
+            return more
         start = self._parts.factor.start
-        return pages[:, start : start + 4].view(torch.float32)
+        return pages[:, start : start + 4].view(torch.float32) * more
 
-    def _ordered(self, x: Tensor) -> Tensor:
+    def _two_levels(self, pages: Tensor, supers: Part, codes: Tensor) -> Tensor:
+        upper = _rows(pages, supers, 0, self.rows).view(torch.float16).float()
+        return upper.repeat_interleave(SUPER_GROUP // self.fmt.group, 2)[:, :, : codes.shape[2]].mul(codes)
+
+    def _decode(self, pages: Tensor, start: int, stop: int, block: BlockScratch) -> None:
+        """Codes of rows start to stop as float32; float codes smaller by a factor."""
+        values, kind = _rows(pages, self._parts.values, start, stop), self.fmt.values
+        if kind == "int8":
+            block.fill(values.view(torch.int8))
+        elif kind == "fp8":
+            half = block.halves[:, :, : self.columns]
+            half.copy_(values.view(torch.int8))
+            block.fill(_fp8_bits(half).view(torch.float16))
+        elif kind == "fp4":
+            wide, both = block.halves, block.nibble_halves
+            wide.copy_(values.view(torch.int8))
+            # The high code keeps its sign in all bits above; the low one is moved to the top and gets them on the way back.
+            torch.bitwise_left_shift(wide, 5, out=both[1])
+            torch.bitwise_left_shift(wide, 12, out=both[0])
+            both[0].bitwise_right_shift_(3)
+            both.bitwise_and_(_FP4_BITS)
+            block.nibble_floats.copy_(both.view(torch.float16))
+        else:
+            words = values.view(torch.int64)
+            if block.reordered is not None:
+                block.reordered.copy_(values.view(torch.complex128).view(block.source_shape).transpose(2, 3))
+                words = block.reordered_words
+            torch.bitwise_and(words, _LOW_NIBBLES, out=block.words[0])
+            torch.bitwise_right_shift(words, 4, out=block.words[1]).bitwise_and_(_LOW_NIBBLES)
+            if HIGH_BITS.get(kind, 0):
+                block.add_high_bits(_rows(pages, self._parts.high, start, stop).view(torch.int64))
+            if self.fmt.bias:  # bytes that wrap around are signed numbers
+                block.codes.sub_(self.fmt.bias)
+            block.nibble_floats.copy_(block.codes.view(torch.int8))
+
+    # ---- what they are multiplied with ----------------------------------------------------------------------------------------------
+
+    def ordered(self, x: Tensor) -> Tensor:
         """x [m, columns] as [m, width], in the order of codes."""
-        if self._width > self.columns:
-            x = torch.nn.functional.pad(x, (0, self._width - self.columns))
-        if not self._nibbles:
+        if self._order is None:
             return x
-        return x.view(len(x), self._blocks, 2, _HALF).transpose(1, 2).reshape(len(x), -1)
+        if self.width > self.columns:
+            x = torch.nn.functional.pad(x, (0, self.width - self.columns))
+        return x if self._order.columns is None else x.index_select(1, self._order.columns)
 
     def _sums(self, x: Tensor) -> Tensor | None:
         """Sums of x over each group: [m, groups]; None where nothing is added to weights."""
-        if self.fmt.offset == "none" and not self.fmt.bias:
+        if self._order is None or (self.fmt.offset == "none" and not (self.fmt.bias and self.fmt.values == "int8")):
             return None
         group = self.fmt.group or self.columns
         if self.columns % group:
             x = torch.nn.functional.pad(x, (0, -self.columns % group))
         return x.view(len(x), -1, group).sum(2)
 
-    @cached_property
-    def _e4m3(self) -> Tensor:
-        """The numbers that the 256 codes of e4m3 stand for."""
-        return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    def _stacked(self, pages: Sequence[Tensor]) -> Tensor:
+        """Pages one behind the other, uint8 [n, whole words of 16 bytes]: their own bytes where there is one that is long enough."""
+        num_bytes = self.num_bytes
+        size = -(-num_bytes // 16) * 16
+        if len(pages) == 1 and len(pages[0]) >= size:
+            return pages[0][:size].unsqueeze(0)
+        whole = len(pages[0])
+        if whole % 16 == 0 and size <= whole <= 2 * size and all(len(page) == whole for page in pages):
+            return torch.stack(list(pages), out=self._space.stack(len(pages), whole))
+        stacked = self._space.stack(len(pages), size)
+        for page, target in zip(pages, stacked, strict=True):
+            target[:num_bytes].copy_(page[:num_bytes])
+        return stacked
 
 
-def _stack(pages: Sequence[Tensor], num_bytes: int) -> Tensor:
-    """Pages one behind the other, uint8 [n, whole words of 16 bytes]: their own bytes where there is one that is long enough."""
-    size = -(-num_bytes // 16) * 16
-    if all(len(page) >= size for page in pages):
-        return pages[0][:size].unsqueeze(0) if len(pages) == 1 else torch.stack([page[:size] for page in pages])
-    return torch.stack([torch.nn.functional.pad(page[:num_bytes], (0, size - num_bytes)) for page in pages])
+def _fp8_bits(codes: Tensor) -> Tensor:
+    """Signed e4m3 codes in int16 become, in place, the bits of float16 numbers; these are smaller by a factor."""
+    return codes.bitwise_left_shift_(7).bitwise_and_(_FP8_BITS)
 
 
 def _rows(pages: Tensor, part: Part, start: int, stop: int) -> Tensor:

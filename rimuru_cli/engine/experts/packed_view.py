@@ -29,13 +29,15 @@ class PackedView:
             raise ValueError(f"An expert page of this pool has {pool.geometry.expert_page_bytes} bytes, not {pages.page_bytes}.")
         self.pool = pool
         self.pages = pages
-        self.tiles = pages.tiles
 
-    def expert(self, entries: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """All tiles of one expert as bytes: (gate tiles, up tiles, down tiles), each a list of `tiles` tensors uint8 [page_bytes]."""
-        tiles = [self.pool.bytes_of(entry, self.pages.page_bytes) for entry in entries]
-        t = self.tiles
-        return tiles[:t], tiles[t : 2 * t], tiles[2 * t :]
+    def expert(self, entries: Sequence[int], layer: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """All tiles of one expert of a MoE layer as bytes: gate tiles, up tiles, down tiles, each uint8 [page_bytes].
+
+        Args:
+            entries: its pages; what is behind them is no part of it.
+        """
+        count = self.pages.layer_pages[layer]
+        return self.pages.split(layer, [self.pool.bytes_of(entry, self.pages.page_bytes) for entry in entries[:count]])
 
     def matrices(self, entries: Sequence[int]) -> None:
         """None: packed codes are no matrix that can be multiplied with as it lies."""

@@ -1,12 +1,12 @@
 """Which experts lie in the pool, and the moves between resident and absent.
 
-A resident expert owns `pages_per_expert` pages (gate, up and down, each one page or several row tiles). Its table entry is set only
-after its bytes are in place, and its pages are given back only between steps, when nothing can still be reading them.
+A resident expert owns as many pages as its layer's experts have (gate, up and down, each one page or several row tiles). Its table entry
+is set only after its bytes are in place, and its pages are given back only between steps, when nothing can still be reading them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from itertools import islice
@@ -50,10 +50,12 @@ class Residency:
     """The resident set.
 
     Attributes:
-        entries: int32 [num_moe_layers, num_experts, pages_per_expert], page entries of visible experts; -1 where absent.
+        entries: int32 [num_moe_layers, num_experts, pages_per_expert], page entries of visible experts; -1 where absent, and behind the
+            pages of a layer whose experts have fewer.
         resident: bool [num_moe_layers, num_experts], whether an expert is visible.
         counts: resident experts of each layer, those being loaded included.
         floor: experts of each layer that are never retired.
+        pages_per_expert: most pages of an expert; layer_pages: those of each layer's.
         swaps: exchanges of a resident expert for a better-ranked one so far.
         waited: seconds spent so far waiting for a device to finish what was queued before its tables could be read.
     """
@@ -68,7 +70,9 @@ class Residency:
         *,
         floor: int,
         pages_per_expert: int,
+        layer_pages: Sequence[int] | None = None,
     ) -> None:
+        """`layer_pages`: of each layer, at most `pages_per_expert`, where they differ; None: all have so many."""
         self._pool = pool
         self.view = view
         self._host = host
@@ -76,6 +80,7 @@ class Residency:
         self._loader = loader
         self.floor = floor
         self.pages_per_expert = pages_per_expert
+        self.layer_pages = [pages_per_expert] * host.num_layers if layer_pages is None else list(layer_pages)
         shape = (host.num_layers, host.num_experts)
         self.entries: NDArray[np.int32] = np.full((*shape, pages_per_expert), -1, dtype=np.int32)
         self.resident: NDArray[np.bool_] = np.zeros(shape, dtype=np.bool_)
@@ -100,7 +105,24 @@ class Residency:
     @property
     def shrinkable(self) -> int:
         """Experts that may be retired."""
+        if min(self.counts, default=0) >= self.floor:  # as nearly always
+            return sum(self.counts) - self.floor * len(self.counts)
         return sum(max(0, count - self.floor) for count in self.counts)
+
+    @property
+    def shrinkable_pages(self) -> int:
+        """Their pages."""
+        return sum(max(0, count - self.floor) * pages for count, pages in zip(self.counts, self.layer_pages, strict=True))
+
+    @property
+    def owned_pages(self) -> int:
+        """Pages of the experts that own any, those being loaded included."""
+        return sum(count * pages for count, pages in zip(self.counts, self.layer_pages, strict=True))
+
+    @property
+    def mean_pages(self) -> float:
+        """Pages of an expert, the mean over layers."""
+        return sum(self.layer_pages) / len(self.layer_pages)
 
     @property
     def expandable(self) -> int:
@@ -116,21 +138,26 @@ class Residency:
         wanted = [(layer, expert) for layer in range(len(self.counts)) for expert in self._ranking.order(layer)[: self.floor]]
         if floor_only:
             return wanted
-        free = self._pool.allocator.available(PageKind.EXPERT) - len(wanted) * self.pages_per_expert
-        room = max(0, free - spare_pages) // self.pages_per_expert
+        room = self._pool.allocator.available(PageKind.EXPERT) - spare_pages - sum(self.layer_pages[layer] for layer, _ in wanted)
         chosen = set(wanted)
-        return wanted + [pair for pair in self.ranked_absent() if pair not in chosen][:room]
+        for layer, expert in self.ranked_absent():
+            if (layer, expert) not in chosen:
+                room -= self.layer_pages[layer]
+                if room < 0:
+                    break
+                wanted.append((layer, expert))
+        return wanted
 
     def fill(self, layer: int, expert: int) -> None:
         """Load an absent expert now (used while loading the model)."""
-        pages = self._pool.allocate(PageKind.EXPERT, self.pages_per_expert)
+        pages = self._pool.allocate(PageKind.EXPERT, self.layer_pages[layer])
         self._copy(layer, expert, pages)
         self.counts[layer] += 1
         self._show(layer, expert, pages)
 
     def refill(self, layer: int, expert: int) -> None:
         """Copy a visible expert's bytes again (used to measure a copy from memory)."""
-        self._copy(layer, expert, [int(p) for p in self.entries[layer, expert]])
+        self._copy(layer, expert, self._pages_of(layer, expert))
 
     def ranked_absent(self) -> Iterator[tuple[int, int]]:
         """Absent experts as (layer, expert), best-ranked first, as they are now."""
@@ -143,9 +170,9 @@ class Residency:
         """Start loading the `count` best-ranked absent experts for which there are pages; returns how many were started."""
         started = 0
         for layer, expert in islice(self.ranked_absent(), count):
-            if self._pool.allocator.available(PageKind.EXPERT) < self.pages_per_expert:
+            if self._pool.allocator.available(PageKind.EXPERT) < self.layer_pages[layer]:
                 break
-            pages = self._pool.allocate(PageKind.EXPERT, self.pages_per_expert)
+            pages = self._pool.allocate(PageKind.EXPERT, self.layer_pages[layer])
             future = self._loader.submit(partial(self._copy, layer, expert, pages))
             self._loading[layer, expert] = (pages, future)
             self.counts[layer] += 1
@@ -183,7 +210,7 @@ class Residency:
                 going.append((layer, expert))
                 retired += 1
         # All pages are given back at once: a call for every expert would take longer than choosing them.
-        pages = [page for key in going for page in self.entries[key].tolist()]
+        pages = [page for key in going for page in self._pages_of(*key)]
         for layer, expert in going:
             self._hide(layer, expert)
         self._pool.free(pages)
@@ -230,7 +257,7 @@ class Residency:
         entries[beyond] = targets
         for layer, expert in np.argwhere(beyond.any(axis=2)).tolist():
             self._hide(layer, expert)
-            self._show(layer, expert, entries[layer, expert].tolist())
+            self._show(layer, expert, entries[layer, expert, : self.layer_pages[layer]].tolist())
         self._pool.free(sources)
         return len(sources)
 
@@ -241,7 +268,7 @@ class Residency:
         for expert in missed:
             if victim is None or scores[expert] <= scores[victim] * margin or (layer, expert) in self._loading:
                 continue
-            pages = [int(p) for p in self.entries[layer, victim]]
+            pages = self._pages_of(layer, victim)
             with undisturbed():
                 self._hide(layer, victim)
                 try:
@@ -258,17 +285,21 @@ class Residency:
         """Retire everything: all expert pages go back to the pool, also those of copies that failed."""
         for layer, expert in list(self._loading):
             self._abandon(layer, expert)
-        for layer, expert in np.argwhere(self.resident):
-            self._retire(int(layer), int(expert))
+        pages = self.entries[self.entries >= 0].tolist()
+        for layer, expert in np.argwhere(self.resident).tolist():
+            self._hide(layer, expert)
+            self.counts[layer] -= 1
+        self._pool.free(pages)
 
     def check_integrity(self) -> None:
         """Tables agree with one another and with the allocator; raises AssertionError otherwise."""
         for layer, count in enumerate(self.counts):
             loading = sum(1 for key in self._loading if key[0] == layer)
             assert count == int(self.resident[layer].sum()) + loading, f"layer {layer} counts {count} experts"
-        visible = self.entries[self.resident]
-        assert (visible >= 0).all() and (self.entries[~self.resident] == -1).all(), "entries and resident flags disagree"
-        pages = [int(p) for p in visible.reshape(-1)] + [p for own, _ in self._loading.values() for p in own]
+        own = np.arange(self.pages_per_expert) < np.array(self.layer_pages)[:, None, None]
+        assert np.array_equal(self.entries >= 0, own & self.resident[:, :, None]), "entries and resident flags disagree"
+        assert (self.entries >= -1).all(), "an entry is no page"
+        pages = self.entries[self.entries >= 0].tolist() + [p for own, _ in self._loading.values() for p in own]
         assert len(pages) == len(set(pages)), "two experts share a page"
         assert all(self._pool.allocator.owner_of(p) is PageKind.EXPERT for p in pages), "an expert's page is not an expert page"
 
@@ -277,7 +308,7 @@ class Residency:
         return ResidencyPicture(self.entries, self._ranking.present(), self._on_their_way())
 
     def _on_their_way(self) -> NDArray[np.int32]:
-        rows = [(*key, *pages) for key, (pages, _) in self._loading.items()]
+        rows = [(*key, *pages, *[-1] * (self.pages_per_expert - len(pages))) for key, (pages, _) in self._loading.items()]
         return np.array(rows, dtype=np.int32).reshape(-1, 2 + self.pages_per_expert)
 
     def _abandon(self, layer: int, expert: int) -> None:
@@ -293,9 +324,9 @@ class Residency:
         self._host.copy_to(self.view, layer, expert, pages)
 
     def _show(self, layer: int, expert: int, pages: list[int]) -> None:
-        self.entries[layer, expert] = pages
+        self.entries[layer, expert, : len(pages)] = pages
         self.resident[layer, expert] = True
-        self._tiles[layer, expert] = self.view.expert(pages)
+        self._tiles[layer, expert] = self.view.expert(pages, layer)
         self.matrices[layer][expert] = self.view.matrices(pages)
 
     def _hide(self, layer: int, expert: int) -> None:
@@ -304,11 +335,10 @@ class Residency:
         del self._tiles[layer, expert]
         self.matrices[layer][expert] = None
 
-    def _retire(self, layer: int, expert: int) -> None:
-        pages = [int(p) for p in self.entries[layer, expert]]
-        self._hide(layer, expert)
-        self._pool.free(pages)
-        self.counts[layer] -= 1
+    def _pages_of(self, layer: int, expert: int) -> list[int]:
+        """Pages of a visible expert."""
+        pages: list[int] = self.entries[layer, expert, : self.layer_pages[layer]].tolist()
+        return pages
 
     def _worst_of(self, layer: int) -> int | None:
         """The lowest-ranked visible expert of a layer, or None if there is none."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
+from functools import cache
 
 from rimuru_cli.engine.experts.host_store import HostStore
 from rimuru_cli.engine.experts.packed_view import PageView
@@ -31,7 +32,7 @@ class LoadingBuffers:
         self._pages = self._pool.allocate(PageKind.EXPERT, 2 * capacity * pages_per_expert)
         slots = [self._pages[i : i + pages_per_expert] for i in range(0, len(self._pages), pages_per_expert)]
         self._slots = (slots[:capacity], slots[capacity:])
-        self._tiles = tuple([view.expert(pages) for pages in half] for half in self._slots)
+        self._tiles = cache(self._views)
 
     @property
     def num_pages(self) -> int:
@@ -48,9 +49,12 @@ class LoadingBuffers:
         for pages, expert in zip(self._slots[half], experts, strict=False):
             host.copy_to(self._view, layer, expert, pages)
 
-    def tiles(self, half: int, slot: int) -> ExpertTiles:
-        """Views of the expert in a slot of a buffer."""
-        return self._tiles[half][slot]
+    def tiles(self, half: int, slot: int, layer: int = 0) -> ExpertTiles:
+        """Views of the expert in a slot of a buffer, which is one of that MoE layer."""
+        return self._tiles(half, slot, layer)
+
+    def _views(self, half: int, slot: int, layer: int) -> ExpertTiles:
+        return self._view.expert(self._slots[half][slot], layer)
 
     def close(self) -> None:
         """Give the pages back to the pool."""
@@ -79,7 +83,7 @@ class ExpertStream:
             index = self._next
             self._filling[index].result()
             for slot, expert in enumerate(self._waves[index][1]):
-                yield expert, self._buffers.tiles(index % 2, slot)
+                yield expert, self._buffers.tiles(index % 2, slot, layer)
             self._next += 1
             if index + 2 < len(self._waves):
                 self._submit(index + 2)

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
 
 from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind, PoolGeometry
-from rimuru_cli.engine.memory.integrity import IntegrityError, check_tables
+from rimuru_cli.engine.memory.integrity import IntegrityError, check_tables, with_stretch
 from rimuru_cli.engine.memory.splits import (
+    NOWHERE,
     Buckets,
+    Gain,
+    PassedOver,
     Region,
     Shelf,
     Split,
@@ -51,13 +53,6 @@ class OutOfPages(Exception):
         self.kind = kind
         self.wanted = wanted
         self.available = available
-
-
-class Gain(NamedTuple):
-    """What freeing some pages would give: the pages to free, and how many more pages of the wanted kind are then available."""
-
-    pages: tuple[int, ...]
-    gained: int
 
 
 class PageAllocator:
@@ -217,11 +212,16 @@ class PageAllocator:
         """
         masks: dict[Split, int] = {}
         split: Split | None = None
-        low = high = stride = owned = mask = 0
+        low = high = stride = owned = mask = child = 0
+        length, following = 0, NOWHERE  # of a stretch of neighbouring children that begins with `child`
         for page in pages:
+            if page == following:
+                length += 1
+                following = page + stride if page + stride < high else NOWHERE
+                continue
+            if split is not None:
+                mask = masks[split] = with_stretch(split, owned, mask, child, length)
             if not low <= page < high:
-                if split is not None:
-                    masks[split] = mask
                 split = self._split_of(page)
                 stride = split.shelf.stride
                 low = split.base
@@ -230,12 +230,12 @@ class PageAllocator:
                 owned = split.shelf.full ^ split.free
                 mask = masks.get(split, 0)
             child, rest = divmod(page - low, stride)
-            bit = 1 << child
-            if rest or not owned & bit or mask & bit:
-                raise IntegrityError(f"page {page} was freed twice or is not the start of an owned page")
-            mask |= bit
+            if rest:
+                raise IntegrityError(f"page {page} is not the start of an owned page")
+            length = 1
+            following = page + stride if page + stride < high else NOWHERE
         if split is not None:
-            masks[split] = mask
+            masks[split] = with_stretch(split, owned, mask, child, length)
         for touched, mask in masks.items():
             touched.shelf.num_owned -= mask.bit_count()
             self._give(touched, mask)
@@ -374,6 +374,10 @@ class PageAllocator:
         split = None if shelf is None else shelf.partial.highest()
         return [] if split is None else list(child_entries(split, owned_children(split)))
 
+    def passing_over(self, page: int) -> PassedOver:
+        """A context in which nothing is taken from the split page that an owned page lies in; nothing may be freed there meanwhile."""
+        return PassedOver(self._split_of(page))
+
     # ---- asking --------------------------------------------------------------------------------------------------------------------
 
     def available(self, kind: PageKind) -> int:
@@ -383,7 +387,8 @@ class PageAllocator:
 
     def _openable(self, shelf: Shelf) -> int:
         """Free pages that could be split into the shelf's children."""
-        return len(self._free_huge) if shelf.parent is None else self.available(shelf.parent.kind)
+        parent = shelf.parent  # whose own parents, if it has any, are huge pages
+        return len(self._free_huge) if parent is None else parent.num_free + len(self._free_huge) * parent.capacity
 
     def largest_gain(self, kind: PageKind, evictable: PageKind = PageKind.EXPERT) -> Gain | None:
         """The fewest `evictable` pages whose freeing makes more pages of `kind` available, or None if no such set lies in one huge page.

@@ -54,6 +54,9 @@ class PageKind(Enum):
     KV = "kv"
     CONV = "conv"
 
+    # Enum's own is a Python function, which costs more than what is looked up with it.
+    __hash__ = object.__hash__
+
 
 @dataclass(frozen=True)
 class PageLayout:
@@ -195,12 +198,13 @@ class PoolGeometry:
 
     Attributes:
         expert_page_bytes: P_e: one projection, or one row tile of it.
-        tiles: row tiles per projection; an expert is 3·tiles pages.
+        tiles: row tiles per projection, the most where they differ; see `pages_per_expert`.
         ssm_page_bytes: P_s, or None for a model without recurrent states.
         kv_page_bytes: one token block of one layer, K and V.
         conv_row_bytes: one row of a convolution state, or None.
         huge_page_bytes: P_h.
         layouts: one PageLayout per kind the pool can hold, in the order of PageKind.
+        most_pages: pages of an expert, of the layer whose experts have the most; None: 3·tiles, in every layer.
     """
 
     expert_page_bytes: int
@@ -210,6 +214,7 @@ class PoolGeometry:
     conv_row_bytes: int | None
     huge_page_bytes: int
     layouts: tuple[PageLayout, ...]
+    most_pages: int | None = None
 
     @classmethod
     def build(
@@ -261,8 +266,9 @@ class PoolGeometry:
         ssm_page_bytes: int | None = None,
         conv_row_bytes: int | None = None,
         tiles: int = 1,
+        most_pages: int | None = None,
     ) -> PoolGeometry:
-        """Geometry from page sizes. expert_page_bytes is a tile's size where tiles > 1.
+        """Geometry from page sizes. expert_page_bytes is a tile's size where tiles > 1; most_pages: see the class.
 
         Raises:
             DoesNotFitError: a KV or conv page is larger than every L2 page.
@@ -291,6 +297,7 @@ class PoolGeometry:
             conv_row_bytes=conv_row_bytes,
             huge_page_bytes=huge,
             layouts=tuple(layouts),
+            most_pages=most_pages,
         )
 
     @cached_property
@@ -304,8 +311,8 @@ class PoolGeometry:
 
     @property
     def pages_per_expert(self) -> int:
-        """Expert pages of one expert: gate, up and down, each of `tiles` pages."""
-        return 3 * self.tiles
+        """Expert pages of one expert: gate, up and down, each of `tiles` pages; of the layer that takes the most."""
+        return 3 * self.tiles if self.most_pages is None else self.most_pages
 
     def layout(self, kind: PageKind) -> PageLayout:
         """Layout of a kind; KeyError if the pool has no such kind."""

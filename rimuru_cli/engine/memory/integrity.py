@@ -101,3 +101,13 @@ def _check_bytes(allocator: PageAllocator) -> None:
 def _require(condition: bool, what: str) -> None:
     if not condition:
         raise IntegrityError(f"The pool is broken: it does not hold that {what}.")
+
+
+def with_stretch(split: Split, owned: int, mask: int, child: int, length: int) -> int:
+    """`mask` with so many children from `child` on, all of them owned and none in it yet."""
+    bits = ((1 << length) - 1) << child
+    wrong = bits & (mask | ~owned)
+    if wrong:
+        page = split.base + ((wrong & -wrong).bit_length() - 1) * split.shelf.stride
+        raise IntegrityError(f"page {page} was freed twice or is not the start of an owned page")
+    return mask | bits

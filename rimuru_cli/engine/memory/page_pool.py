@@ -165,7 +165,7 @@ class PagePool:
 
     def move(self, kind: PageKind, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy the bytes of pages to other pages of the kind, in order of the device's current stream. Ownership is not touched."""
-        if not sources:
+        if not sources or self.data.is_meta:  # a simulation's pool has no bytes
             return
         geometry, layout = self.geometry, self.geometry.layout(kind)
         steps = [geometry.huge_page_bytes, layout.stride_bytes]

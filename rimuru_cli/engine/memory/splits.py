@@ -11,6 +11,9 @@ from typing import NamedTuple
 
 from rimuru_cli.engine.memory.geometry import ENTRY_BYTES, PageKind
 
+NOWHERE = -(1 << 62)
+"""No entry is this."""
+
 
 class Region(NamedTuple):
     """A piece of the pool for display. state is a PageKind's value, "free", "withheld", "tail" or "unused"."""
@@ -18,6 +21,13 @@ class Region(NamedTuple):
     offset_bytes: int
     length_bytes: int
     state: str
+
+
+class Gain(NamedTuple):
+    """What freeing some pages would give: the pages to free, and how many more pages of the wanted kind are then available."""
+
+    pages: tuple[int, ...]
+    gained: int
 
 
 class Split:
@@ -133,6 +143,25 @@ class Shelf:
                 self.mixed.pop(split, None)
             else:
                 self.evictable.discard(self.capacity - num_free, split)
+
+
+class PassedOver:
+    """A context in which a split that is on its shelf gives nothing."""
+
+    __slots__ = ("_split",)
+
+    def __init__(self, split: Split) -> None:
+        self._split = split
+
+    def __enter__(self) -> None:
+        split = self._split
+        split.shelf.take_out(split)
+        split.shelf.num_free -= split.num_free
+
+    def __exit__(self, *exc_info: object) -> None:
+        split = self._split
+        split.shelf.num_free += split.num_free
+        split.shelf.put(split)
 
 
 def owned_children(split: Split) -> int:

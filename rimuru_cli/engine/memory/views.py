@@ -80,8 +80,8 @@ class ExpertView(PageView):
         shape, strides = self._tall if projection == DOWN else self._wide
         return self._at(entry, shape, strides)
 
-    def expert(self, entries: Sequence[int]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """All tiles of one expert: (gate tiles, up tiles, down tiles), each a list of `tiles` tensors."""
+    def expert(self, entries: Sequence[int], layer: int = 0) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """All tiles of one expert: (gate tiles, up tiles, down tiles), each a list of `tiles` tensors; of any layer, all are alike."""
         t = self.tiles
         assert len(entries) == 3 * t, f"an expert has {3 * t} pages, not {len(entries)}"
         gate, up, down = ([self.tiles_of(p, entry) for entry in entries[p * t : (p + 1) * t]] for p in (GATE, UP, DOWN))

@@ -80,13 +80,16 @@ class FrameAssembler:
             DamagedTables: the tables do not fit one another or the pool.
         """
         engine = head.engine
-        key = (engine.engine_id, engine.pool_bytes, engine.expert_page_bytes, engine.kv_page_bytes, engine.num_moe_layers)
+        sizes = (engine.pool_bytes, engine.expert_page_bytes, engine.ssm_page_bytes, engine.kv_page_bytes, engine.conv_page_bytes)
+        key = (engine.engine_id, *sizes, engine.tiles, engine.num_moe_layers, engine.num_experts)
         if key != self._key or self._layout is None:
             try:
                 self._layout = PoolLayout(geometry_of(engine), engine.pool_bytes)
             except ValueError as error:
                 raise DamagedTables(str(error)) from error
             self._key, self._seen = key, None
+        if engine.huge_page_bytes != self._layout.geometry.huge_page_bytes:
+            raise DamagedTables(f"pages of these sizes make no huge pages of {engine.huge_page_bytes} bytes")
         _check_shapes(head, tables)
         seen = self._seen = self._learn(head, tables)
         pages = _pages(head, seen, self._layout)
@@ -157,7 +160,9 @@ def _pages(head: Head, seen: _Seen, layout: PoolLayout) -> PageTable:
     kv = tables.blocks[used_blocks]
     loading = tables.loading[:, 2:]
     states = {PageKind.SSM: tables.states[tables.states[:, 0] == 0], PageKind.CONV: tables.states[tables.states[:, 0] == 1]}
-    owned = {PageKind.EXPERT: np.concatenate((visible.reshape(-1), loading.reshape(-1), tables.buffers)), PageKind.KV: kv.reshape(-1)}
+    # Behind the pages of a layer whose experts have fewer than others there is nothing.
+    there, coming = visible >= 0, loading >= 0
+    owned = {PageKind.EXPERT: np.concatenate((visible[there], loading[coming], tables.buffers)), PageKind.KV: kv.reshape(-1)}
     for kind, found in states.items():
         if kind in kinds:
             owned[kind] = found[:, 1]
@@ -170,16 +175,16 @@ def _pages(head: Head, seen: _Seen, layout: PoolLayout) -> PageTable:
     score = np.full(count, np.nan, dtype=np.float32)
 
     expert_rows = layout.rows(PageKind.EXPERT, owned[PageKind.EXPERT], at)
-    num_visible, num_loading = visible.size, loading.size
+    num_visible, num_loading = np.count_nonzero(there), np.count_nonzero(coming)
     kind_codes[expert_rows] = EXPERT
     kind_codes[expert_rows[num_visible + num_loading :]] = BUFFER
     both = expert_rows[: num_visible + num_loading]
-    per_expert = tables.entries.shape[2]
+    per_expert = np.concatenate((there.sum(1), coming.sum(1)))
     which = np.repeat(np.concatenate((rows, tables.loading[:, 0])), per_expert)
     expert = np.repeat(np.concatenate((experts, tables.loading[:, 1])), per_expert)
     layers[both] = np.array(engine.moe_layers, dtype=np.int32)[which]
     owner[both] = expert
-    part[both] = np.tile(np.arange(per_expert, dtype=np.int32), len(which) // per_expert)
+    part[both] = np.concatenate((np.nonzero(there)[1], np.nonzero(coming)[1]))
     score[both] = tables.scores[which, expert]
     rank[both] = _ranks(tables.scores)[which, expert]
     loaded[both], used[both] = seen.expert_loaded[which, expert], seen.expert_used[which, expert]
@@ -232,6 +237,8 @@ def _check_shapes(head: Head, tables: Tables) -> None:
     )
     if min(sizes) < 1:
         raise DamagedTables("a model or its pool has nothing in it")
+    if not 0 <= min(steps := (head.counters.step, head.counters.tables_step)) <= max(steps) <= np.iinfo(np.int32).max:
+        raise DamagedTables("nobody counts so many steps")
     shapes: list[tuple[str, NDArray[np.generic] | None, tuple[int, ...]]] = [
         ("entries", tables.entries, (layers, experts, pages)),
         ("scores", tables.scores, (layers, experts)),
@@ -246,18 +253,31 @@ def _check_shapes(head: Head, tables: Tables) -> None:
     for name, array, shape in shapes:
         if array is not None and array.shape != shape:
             raise DamagedTables(f"{name} has the shape {array.shape}, not {shape}")
-    if pages != 3 * head.engine.tiles or pages < 3:
-        raise DamagedTables(f"an expert of {head.engine.tiles} tiles has not {pages} pages")
+    own = _own_columns(head.engine)
     visible = tables.entries[:, :, 0] >= 0
-    if not np.array_equal((tables.entries >= 0).sum(axis=2), visible * pages):
+    if not np.array_equal(tables.entries >= 0, visible[:, :, None] & own[:, None]):
         raise DamagedTables("an expert is resident in part")
     if slots and not np.array_equal((tables.blocks >= 0).sum(axis=1), (tables.blocks[:, 0] >= 0) * len(head.kv_layers)):
         raise DamagedTables("a token block has pages in part")
     row, expert = tables.loading[:, 0], tables.loading[:, 1]
     if not ((row >= 0) & (row < layers) & (expert >= 0) & (expert < experts)).all():
         raise DamagedTables("an expert that is being loaded does not exist")
+    if not np.array_equal(tables.loading[:, 2:] >= 0, own[row]):
+        raise DamagedTables("an expert that is being loaded has not its pages")
     if (
         max((*head.engine.moe_layers, *head.kv_layers), default=0) > np.iinfo(np.int16).max
         or min((*head.engine.moe_layers, *head.kv_layers), default=0) < 0
     ):
         raise DamagedTables("a model has no such layers")
+
+
+def _own_columns(engine: EngineIdentity) -> NDArray[np.bool_]:
+    """bool [MoE layers, pages of an expert]: those that a layer's experts have."""
+    tiles, pages = engine.layer_tiles, engine.pages_per_expert
+    if tiles and (len(tiles) != engine.num_moe_layers or any(len(own) != 2 or min(own) < 1 for own in tiles)):
+        raise DamagedTables("layers have no row tiles")
+    counts = [2 * wide + down for wide, down in tiles] or [3 * engine.tiles] * engine.num_moe_layers
+    if max(counts) != pages or pages < 3:
+        raise DamagedTables(f"an expert of {engine.tiles} tiles has not {pages} pages")
+    columns: NDArray[np.bool_] = np.arange(pages) < np.array(counts)[:, None]
+    return columns

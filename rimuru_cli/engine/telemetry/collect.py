@@ -186,6 +186,7 @@ class Collector:
             host_pinned_bytes=info.pinned_bytes,
             link_ceiling=None if rates is None or not rates.measured else max(rates.copy, rates.fetch),
             notices=info.notices,
+            layer_tiles=() if plan.experts.alike else tuple(tuple(tiles) for tiles in plan.experts.layer_tiles),
         )
 
     def _state_owners(self) -> dict[StateBlock, int]:

@@ -60,7 +60,10 @@ def is_alive(segment: Segment) -> bool:
     if segment.get(words.PID_SPACE) != process_space():
         return 0 <= silent < _FRESH_MS  # in another container: its process numbers mean nothing here
     pid = segment.get(words.PID)
-    if not psutil.pid_exists(pid):
+    try:
+        if not psutil.pid_exists(pid):
+            return False
+    except OverflowError:  # a number that no process can have
         return False
     # A clock that was set moves the start of a process that lives, so a fresh sign of life counts as well.
     return same_process(pid, segment.get(words.PROCESS_START)) or (0 <= silent < _FRESH_MS and not _is_zombie(pid))

@@ -45,13 +45,14 @@ class EngineIdentity:
         context_limit: most tokens one sequence can reach with this ceiling; `model_context` is the model's own limit.
         huge_page_bytes, expert_page_bytes, ssm_page_bytes, kv_page_bytes, conv_page_bytes: P_h, P_e, P_s and the third level, as distances
             from page to page in the pool; None for kinds this model has not.
-        pages_per_expert: 3 x `tiles`.
-        tiles: row tiles that each projection is cut into.
+        pages_per_expert: most pages of an expert: 3 x `tiles` where all layers are alike.
+        tiles: row tiles that each projection is cut into, the most where they differ.
         block_tokens: tokens of a KV page.
         host_tier: "pinned" where all absent experts come from page-locked memory, else "mapped": some or all from memory-mapped files.
         host_bytes: all experts in the host tier; `host_pinned_bytes` of them page-locked.
         link_ceiling: bytes per second that the link between host tier and pool was measured to give; None: not measured.
         notices: what the person should know: fallbacks, reductions.
+        layer_tiles: row tiles of gate (and of up) and of down of each MoE layer; empty: `tiles` of each everywhere.
     """
 
     pid: int
@@ -91,6 +92,11 @@ class EngineIdentity:
     host_pinned_bytes: int
     link_ceiling: float | None = None
     notices: tuple[str, ...] = ()
+    layer_tiles: tuple[tuple[int, ...], ...] = ()
+
+    def tiles_of(self, row: int) -> tuple[int, int]:
+        """Row tiles of gate (and of up) and of down of a MoE layer, counted among these."""
+        return (self.layer_tiles[row][0], self.layer_tiles[row][1]) if self.layer_tiles else (self.tiles, self.tiles)
 
     @property
     def num_moe_layers(self) -> int:

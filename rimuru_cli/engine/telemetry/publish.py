@@ -104,6 +104,8 @@ class Publisher:
         self._folder, self._role = folder, role
         self._pace = Pace(1.0 / min(hz, _MOST_HZ), _SHARE)
         self._segment: Segment | None = None
+        self._collector: Collector | None = None
+        self._set_ceiling: SetCeiling | None = None
         self._number = self._asked = 0
         self._due = self._idle_due = 0.0
         self._answer: CeilingAnswer | None = None
@@ -157,6 +159,8 @@ class Publisher:
 
     def _leave(self) -> None:
         segment, self._segment = self._segment, None
+        # Whoever still holds this must not hold the engine and its pool as well.
+        self._collector = self._set_ceiling = None
         if segment is not None and self._pid == os.getpid():  # a forked child has the parent's mapping, and nothing to say about it
             _say_goodbye(segment, words.CLOSED)
 
@@ -170,15 +174,15 @@ class Publisher:
 
     def _serve(self, now: float, *, wait: bool) -> None:
         """Do what readers want: another ceiling, a frame. The turn is held."""
-        segment = self._segment
-        if segment is None:
+        segment, collector = self._segment, self._collector
+        if segment is None or collector is None:
             return
         asked = segment.asked(self._asked)
         if asked is not None:
             self._asked = asked[0]
             self._change_ceiling(asked[1])
         if not self._attached(segment):
-            self._collector.sample()
+            collector.sample()
             self._due = now + _SLOW_TICK
             return
         self._write_frame(wait=wait)
@@ -191,6 +195,7 @@ class Publisher:
         return 0 <= beat_now() - segment.get(words.READER_BEAT) < ATTACHED_MS
 
     def _write_frame(self, *, wait: bool) -> None:
+        assert self._collector is not None, "open until it is left"
         self._number += 1
         head, tables = self._collector.collect(self._number, wait=wait, answer=self._answer)
         pieces, total = pieces_of(self._heads.json(head), array_items(tables))
@@ -201,6 +206,7 @@ class Publisher:
 
     def _move(self, num_bytes: int) -> None:
         """Go on in a new, larger file."""
+        assert self._collector is not None, "open until it is left"
         identity = self._collector.identity()
         card = {
             "engine_id": identity.engine_id,

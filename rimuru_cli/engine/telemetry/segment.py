@@ -138,7 +138,7 @@ class Segment:
             return False
         try:
             card = json.loads(bytes(self._bytes[_CARD_AT : _CARD_AT + length]))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
         self.card = card if isinstance(card, dict) else {}
         return isinstance(card, dict)

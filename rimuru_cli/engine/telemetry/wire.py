@@ -159,6 +159,8 @@ def _array_of(item: object, formats: dict[str, tuple[str, int]]) -> tuple[str, n
     shape = item[2]
     if item[1] != dtype or len(shape) != dimensions or not all(type(n) is int and 0 <= n <= 1 << 31 for n in shape):
         raise DamagedTables(f"the array {name} has not the right form")
+    if math.prod(n for n in shape if n) > _MOST_INT >> 4:  # empty, but numpy looks at the other dimensions, too
+        raise DamagedTables(f"the array {name} has too many dimensions of too many numbers")
     return name, np.dtype(dtype), tuple(shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -10,8 +11,10 @@ from rimuru_cli.bench.packed import QUANTS
 from rimuru_cli.bench.synthetic import SHAPES
 from rimuru_cli.engine.config import EngineConfig, page_geometry, plan_memory
 from rimuru_cli.engine.device.plan import plan_device_memory
+from rimuru_cli.engine.experts import pages as pages_module
 from rimuru_cli.engine.experts.pages import ExpertPages
 from rimuru_cli.engine.experts.planes import in_planes, plane_parts
+from rimuru_cli.engine.experts.tiling import LayerTiles
 from rimuru_cli.engine.memory.geometry import MAX_PAGE_BYTES
 from rimuru_cli.fit.shape import ASSUMED
 from rimuru_kernels.packed_weights import PackedFormat, page_bytes
@@ -45,12 +48,18 @@ def test_plain_experts_lie_as_before() -> None:
     assert not pages.packed and pages.page_bytes == 768 * 2048 * 2
 
 
-def test_the_largest_tile_decides_where_formats_are_mixed() -> None:
+def test_larger_formats_have_more_tiles() -> None:
     pages = ExpertPages.build(QWEN, 2, _formats(QUANTS["int4"], QUANTS["q4_k_m"]).experts, MAX_PAGE_BYTES)
-    largest = page_bytes(QUANTS["q4_k_m"].down, 2048, 768)
-    assert pages.page_bytes == -(-largest // 256) * 256
-    assert pages.tile_bytes(0, 2) < pages.tile_bytes(1, 2) == largest
+    assert set(pages.layer_tiles) == {(2, 2), (2, 3)} and pages.layer_pages[:2] == (6, 7) and not pages.alike
+    largest = page_bytes(QUANTS["q4_k"].gate_up, 384, 2048)
+    assert largest <= pages.page_bytes == 14 * 16 * 2048  # 16 tokens of this model's cache, of 2048 bytes a layer
+    assert pages.tile_bytes(0, 2) < pages.tile_bytes(1, 2) == page_bytes(QUANTS["q4_k_m"].down, 704, 768) <= largest
+    assert pages.tile_heights(1, 2) == (704, 704, 640) and pages.tile_heights(1, 0) == (384, 384)
     assert pages.format(0, 2) == QUANTS["int4"].down and pages.format(1, 0) == QUANTS["q4_k_m"].gate_up
+    assert pages.pages_of(96) == 48 * 13 and pages.pages_per_expert == 7
+    assert pages.expert_bytes * 2 == 13 * pages.page_bytes
+    gate, up, down = pages.split(1, range(9))
+    assert (gate, up, down) == ([0, 1], [2, 3], [4, 5, 6])
 
 
 def test_tiles_hold_whole_groups_of_rows() -> None:
@@ -98,8 +107,44 @@ def test_a_cpu_holds_seven_times_the_experts() -> None:
 
 
 def test_what_can_be_planes() -> None:
-    assert all(in_planes(QUANTS[name].gate_up) for name in ("int4", "int8", "mxfp4", "q4_k"))
-    assert not any(in_planes(fmt) for fmt in (QUANTS["fp8"].gate_up, QUANTS["nvfp4"].gate_up, QUANTS["q4_k_m"].down))
-    parts = plane_parts(PackedFormat("int8", 128, "f16"), 50, 200)
+    assert all(in_planes(fmt) for fmt in (QUANTS["int4"].gate_up, QUANTS["q4_k"].gate_up, PackedFormat("int4", 0, "f32", bias=8)))
+    assert not any(in_planes(QUANTS[name].gate_up) for name in ("fp8", "nvfp4", "mxfp4", "int8"))
+    parts = plane_parts(PackedFormat("int4", 128, "f16"), 50, 200)
     assert (parts.rows, parts.columns, parts.group) == (64, 256, 128)
-    assert parts.codes == (0, 64 * 128) and parts.scales == (2 * 64 * 128, 2 * 64 * 128 + 2 * 64 * 4) and parts.num_bytes % 64 == 0
+    assert parts.scales == 64 * 128 and parts.num_bytes == 64 * 128 + 2 * 64 * 4
+
+
+def test_a_cpu_page_is_counted_as_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planes of 4 bits and a scale and a zero of two bytes each for 32; two bytes a weight where numbers are made of codes."""
+    weights = 768 * 2048
+    monkeypatch.setattr(pages_module, "has_product", lambda: True)
+    for name, size in (("int4", 0.625), ("q4_k", 0.625), ("int8", 2), ("fp8", 2), ("mxfp4", 2), ("nvfp4", 2)):
+        pages = ExpertPages.build(QWEN, 4, _formats(QUANTS[name]).experts, MAX_PAGE_BYTES, cpu=True)
+        assert 0 <= pages.page_bytes - size * weights < 256, name
+    monkeypatch.setattr(pages_module, "has_product", lambda: False)
+    pages = ExpertPages.build(QWEN, 4, _formats(QUANTS["int4"]).experts, MAX_PAGE_BYTES, cpu=True)
+    assert pages.page_bytes == 2 * weights and pages.lying(0, 0) == "numbers"
+    small = replace(pages, f=48, d=576)
+    assert small.lying(0, 2) == "packed", "of small matrices codes are kept"
+
+
+@pytest.mark.parametrize(
+    ("fmt", "f", "lying"),
+    [
+        (QUANTS["int4"].gate_up, 32, "packed"),
+        (QUANTS["int4"].gate_up, 64, "planes"),
+        (PackedFormat("int4", 16, "bf16", bias=8), 64, "planes"),
+        (PackedFormat("int4", 16, "bf16", bias=8), 256, "numbers"),
+        (QUANTS["q4_k"].gate_up, 64, "packed"),
+        (QUANTS["q4_k"].gate_up, 192, "numbers"),
+        (QUANTS["q4_k"].gate_up, 512, "planes"),
+        (QUANTS["int8"].gate_up, 64, "packed"),
+        (QUANTS["int8"].gate_up, 192, "numbers"),
+    ],
+)
+def test_format_and_size_say_how_a_matrix_lies(fmt: PackedFormat, f: int, lying: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_module, "has_product", lambda: True)
+    pages = ExpertPages(f, 512, 4, (LayerFormats(fmt, fmt),), (LayerTiles(1, 1),), 0, cpu=True)
+    assert pages.lying(0, 0) == pages.lying(0, 2) == lying
+    assert pages.rewritten == (lying != "packed")
+    assert replace(pages, cpu=False).lying(0, 0) == "packed"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_checkpoints import write_tiny_checkpoint
+from torch import Tensor
 
 from rimuru_cli.engine.experts.host_store import HostStore
 from rimuru_cli.engine.experts.ranking import ExpertRanking
@@ -260,3 +261,53 @@ def test_an_exchange_that_fails_costs_an_expert_and_no_page(reader: CheckpointRe
     assert room.residency.expand(1) == 1
     room.residency.commit(wait=True)
     assert _holds(room, 0, 5)
+
+
+class _LayerPages:
+    """A view and a host tier of experts that have two pages in layer 0, three in layer 1 and five in layer 2."""
+
+    num_layers, num_experts, expert_bytes, bytes_read, brought = 3, 4, 1, 0, 0
+
+    def __init__(self) -> None:
+        self.copied: dict[tuple[int, int], list[int]] = {}
+
+    def expert(self, entries: list[int], layer: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        assert len(entries) == (2, 3, 5)[layer]
+        return [], [], []
+
+    def matrices(self, entries: list[int]) -> None:
+        return None
+
+    def copy_to(self, view: object, layer: int, expert: int, pages: list[int]) -> None:
+        self.copied[layer, expert] = list(pages)
+
+
+def test_experts_of_layers_with_different_numbers_of_pages() -> None:
+    pool = PagePool(PoolGeometry.from_bytes(1024, 1024), 26 * 1024)
+    tier, ranking, loader = _LayerPages(), ExpertRanking(3, 4), Loader()
+    ranking.scores[:] = np.arange(12).reshape(3, 4)
+    residency = Residency(pool, tier, tier, ranking, loader, floor=1, pages_per_expert=5, layer_pages=(2, 3, 5))
+    chosen = residency.first_choice(1)
+    # The floors take 2 + 3 + 5 pages; of the 15 others that may be taken, layer 2 takes 5, 5 and 5.
+    assert chosen == [(0, 3), (1, 3), (2, 3), (2, 2), (2, 1), (2, 0)]
+    for pair in chosen[:5]:
+        residency.fill(*pair)
+    assert residency.owned_pages == 2 + 3 + 3 * 5 == pool.allocator.owned(PageKind.EXPERT)
+    assert residency.shrinkable == 2 and residency.shrinkable_pages == 10 and residency.mean_pages == 10 / 3
+    residency.check_integrity()
+    ranking.scores[0, 0] = 20
+    assert residency.expand(5) == 1  # two of six pages; the next in the ranking would take five
+    residency.commit(wait=True)
+    residency.check_integrity()
+    assert residency.owned_pages == pool.allocator.owned(PageKind.EXPERT)
+    assert (residency.entries[0, 0, :2] >= 0).all() and (residency.entries[0, 0, 2:] == -1).all()
+    moved = tier.copied[0, 0]
+    ranking.scores[0, 1] = 100
+    residency.offer(0, [1], 1.0)
+    assert tier.copied[0, 1] == [int(page) for page in residency.entries[0, 1, :2]] and len(moved) == 2
+    assert residency.shrink(1) == 1
+    residency.check_integrity()
+    assert residency.picture(step=0, wait=True).loading.shape == (0, 7)
+    residency.close()
+    assert pool.allocator.owned(PageKind.EXPERT) == 0
+    loader.close()

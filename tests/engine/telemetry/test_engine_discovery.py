@@ -54,6 +54,16 @@ def make_silent(segment: Segment) -> None:
     segment.set(words.BEAT, max(0, beat_now() - 60_000))
 
 
+def test_numbers_that_no_process_has_and_cards_without_end_are_no_engines(tmp_path: Path) -> None:
+    make(tmp_path / "run", pid=(1 << 64) - 1).close()
+    deep = make(tmp_path / "run", pid=os.getpid(), engine_id="b" * 16)
+    text = b"[" * 3000
+    deep._bytes[1024 : 1024 + len(text)] = text
+    deep.set(words.CARD_BYTES, len(text))
+    deep.close()
+    assert running_engines(tmp_path / "run") == []
+
+
 def test_an_engine_that_is_killed_is_gone_at_once(qwen3: Path, tmp_path: Path) -> None:
     with start_engine(qwen3, tmp_path / "run", "stay") as process:
         source = LiveSource(tmp_path / "run", pid=process.pid)

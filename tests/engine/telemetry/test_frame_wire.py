@@ -126,7 +126,13 @@ def _edited(sample: tuple[Head, Tables], change: Any) -> bytes:
         lambda raw: raw["arrays"][0].__setitem__(1, "|O"),
         lambda raw: raw["arrays"][0].__setitem__(2, [1 << 31, 1 << 31, 3]),
         lambda raw: raw["arrays"][0].__setitem__(2, [4, 16]),
+        lambda raw: raw["arrays"][0].__setitem__(2, [0, 1 << 31, 1 << 31]),
         lambda raw: raw["arrays"].append(raw["arrays"][0]),
+        lambda raw: raw["engine"].update(huge_page_bytes=0),
+        lambda raw: raw["engine"].update(huge_page_bytes=1),
+        lambda raw: raw["counters"].update(step=1 << 31),
+        lambda raw: raw["counters"].update(tables_step=1 << 40),
+        lambda raw: raw["counters"].update(step=-1),
         lambda raw: raw["arrays"].__delitem__(0),
     ],
 )
@@ -134,6 +140,17 @@ def test_every_member_is_checked(sample: tuple[Head, Tables], change: Any) -> No
     FrameAssembler().frame(*unpacked(_edited(sample, lambda raw: None)))
     with pytest.raises(DamagedTables):
         FrameAssembler().frame(*unpacked(_edited(sample, change)))
+
+
+def test_a_frame_of_another_shape_starts_anew(sample: tuple[Head, Tables]) -> None:
+    """Under the name and pool of the last one, as only a forger writes it."""
+    head, tables = sample
+    assembler = FrameAssembler()
+    assembler.frame(head, tables)
+    fewer = replace(head, engine=replace(head.engine, num_experts=8))
+    assert tables.hits is not None
+    cut = replace(tables, entries=tables.entries[:, :8], scores=tables.scores[:, :8], hits=tables.hits[:, :8])
+    assert assembler.frame(fewer, cut).experts.resident.shape == (4, 8)
 
 
 def test_counters_of_an_older_recording_lack_what_was_not_counted_then(sample: tuple[Head, Tables]) -> None:
