@@ -53,6 +53,8 @@ elasticity: venv  ## the pictures of docs/results/elasticity.md, simulated; the 
 		--svg docs/results/elasticity-qwen3-30b-24GiB.svg
 	"$(BIN)/rimuru" bench workload --case-study --simulate --model-shape qwen3-30b-a3b --vram 32GiB \
 		--svg docs/results/elasticity-qwen3-30b-32GiB.svg
+	"$(BIN)/rimuru" bench workload --case-study --simulate --model-shape granite-4.0-h-tiny --vram 16GiB \
+		--svg docs/results/elasticity-granite-16GiB.svg
 	"$(BIN)/rimuru" bench workload --case-study --simulate --limits --model-shape qwen3.5-35b-a3b --vram 24GiB \
 		--svg docs/results/elasticity-qwen3.5-35b-24GiB.svg
 
