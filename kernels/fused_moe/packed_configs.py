@@ -106,25 +106,29 @@ def _direct(wide: DirectConfig, tall: DirectConfig) -> tuple[float, PackedGemmCo
     return _FEWEST, plain._replace(direct=wide), plain._replace(direct=tall)
 
 
-GEMM_4_BITS: Table = (
-    _direct(DirectConfig(16, 3), DirectConfig(32, 3)),
+_PAST_FEWEST_4_BITS: Table = (
     (_FEW, PackedGemmConfig(16, 32, 32, 2, 1, 2, 3), PackedGemmConfig(16, 64, 32, 2, 1, 4, 3)),
     (_SOME, PackedGemmConfig(32, 64, 32, 2, 1, 4, 3, swap=True), PackedGemmConfig(32, 64, 32, 1, 1, 4, 4, swap=True)),
     (70.0, PackedGemmConfig(64, 64, 32, 1, 4, 4, 4, swap=True), PackedGemmConfig(64, 64, 32, 1, 4, 4, 4, swap=True)),
     (_MANY, PackedGemmConfig(128, 64, 32, 1, 4, 4, 3, True, True), PackedGemmConfig(128, 128, 32, 1, 4, 8, 3, True, True)),
 )
-# Floats of 4 bits take more instructions to spread, which fewer warps do better.
-GEMM_FP4: Table = (
-    *GEMM_4_BITS[:-1],
-    (_MANY, PackedGemmConfig(128, 64, 32, 1, 4, 4, 3, True, True), PackedGemmConfig(128, 64, 32, 1, 4, 4, 3, True, True)),
-)
-GEMM_8_BITS: Table = (
-    _direct(DirectConfig(16, 4), DirectConfig(32, 4)),
+_PAST_FEWEST_8_BITS: Table = (
     (_FEW, PackedGemmConfig(16, 64, 64, 2, 1, 4, 3), PackedGemmConfig(16, 64, 64, 2, 1, 4, 3)),
     (_SOME, PackedGemmConfig(32, 64, 32, 2, 1, 4, 3, swap=True), PackedGemmConfig(32, 64, 32, 2, 1, 4, 3, swap=True)),
     (70.0, PackedGemmConfig(64, 64, 32, 1, 4, 4, 4, swap=True), PackedGemmConfig(64, 64, 32, 1, 4, 4, 4, swap=True)),
     (_MANY, PackedGemmConfig(128, 64, 32, 1, 4, 4, 4, True, True), PackedGemmConfig(128, 128, 32, 1, 4, 8, 3, True, True)),
 )
+GEMM_4_BITS: Table = (_direct(DirectConfig(16, 3), DirectConfig(32, 3)), *_PAST_FEWEST_4_BITS)
+# Floats of 4 bits take more instructions to spread, which fewer warps do better.
+GEMM_FP4: Table = (
+    _direct(DirectConfig(16, 3), DirectConfig(32, 4)),
+    *_PAST_FEWEST_4_BITS[:-1],
+    (_MANY, PackedGemmConfig(128, 64, 32, 1, 4, 4, 3, True, True), PackedGemmConfig(128, 64, 32, 1, 4, 4, 3, True, True)),
+)
+GEMM_INT8: Table = (_direct(DirectConfig(16, 4), DirectConfig(32, 4)), *_PAST_FEWEST_8_BITS)
+# Not measured as faster directly.
+GEMM_5_BITS: Table = ((_FEWEST, *_PAST_FEWEST_4_BITS[0][1:]), *_PAST_FEWEST_4_BITS)
+GEMM_FP8: Table = ((_FEWEST, *_PAST_FEWEST_8_BITS[0][1:]), *_PAST_FEWEST_8_BITS)
 SMALLEST_CHUNK = 32
 # float32 is for checking, not for speed.
 GEMM_FLOAT32 = PackedGemmConfig(32, 32, 32, 1, 4, 4, 2)
@@ -166,7 +170,7 @@ def choose_plan(num_tokens: int, top_k: int, num_experts: int, formats: tuple[Pa
         return PackedPlan(None, (GEMM_FLOAT32, GEMM_FLOAT32))
     pairs_per_expert = num_tokens * top_k / num_experts
     for (limit, gate_up, _), (_, _, down) in zip(*map(gemm_table, formats), strict=True):
-        if pairs_per_expert <= limit:
+        if pairs_per_expert <= limit and gate_up.tile_tokens == down.tile_tokens:
             return PackedPlan(None, (gate_up, down))
     raise AssertionError("the last row of the table has no limit")
 
@@ -181,5 +185,9 @@ def rows_table(fmt: PackedFormat) -> RowsTable:
 
 
 def gemm_table(fmt: PackedFormat) -> Table:
-    """The blocks of the grouped products of this format. All tables have the same limits and tile_tokens."""
-    return GEMM_8_BITS if LOW_BITS[fmt.values] == 8 else GEMM_FP4 if fmt.values == "fp4" else GEMM_4_BITS
+    """The blocks of the grouped products of this format. All tables have the same limits and, but for the first row, tile_tokens."""
+    if LOW_BITS[fmt.values] == 8:
+        return GEMM_FP8 if fmt.values == "fp8" else GEMM_INT8
+    if fmt.values == "int5":
+        return GEMM_5_BITS
+    return GEMM_FP4 if fmt.values == "fp4" else GEMM_4_BITS

@@ -20,16 +20,17 @@ MEASURED = {
 }
 
 
-# The whole model with 160 requests, as measured a day later, from engines after the first.
+# The whole model with 160 requests, as measured a day later, with the pool that these engines had. Only pages decide who comes, but for the
+# second, so that the GPU took the very steps that are simulated.
 WHOLE = {
-    "static:paced": (5446, 1743, 64),
     "fixed:5%": (3287, 1526, 119),
+    "static:paced": (5446, 1743, 64),
     "elastic": (2139, 1023, 160),
 }
 
 
 CASES = [("qwen1.5-moe-8-layers", 150, policy, *rest) for policy, rest in MEASURED.items()]
-CASES += [("qwen1.5-moe-a2.7b", 160, policy, 31.69, *rest) for policy, rest in WHOLE.items()]
+CASES += [("qwen1.5-moe-a2.7b", 160, policy, 31.56, *rest) for policy, rest in WHOLE.items()]
 
 
 @pytest.mark.parametrize(("shape", "count", "policy", "ceiling", "throughput", "steps", "peak"), CASES)
@@ -39,5 +40,6 @@ def test_a_fifth_is_the_most_that_it_is_off(
     setting, specs = Setting(shape, round(ceiling * GIB), True), generate_requests(count, longest=1024, seed=0)
     row = run_policies(specs, parse_policies(policy), setting)["rows"][0]
     assert row["throughput"] == pytest.approx(throughput, rel=0.2)
-    assert row["steps"] == pytest.approx(steps, rel=0.2)
-    assert row["peak_concurrency"] == pytest.approx(peak, rel=0.1)
+    whole = shape == "qwen1.5-moe-a2.7b"
+    assert row["steps"] == pytest.approx(steps, rel=0.01 if whole else 0.2)
+    assert row["peak_concurrency"] == pytest.approx(peak, rel=0.01 if whole else 0.1)

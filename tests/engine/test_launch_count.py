@@ -53,7 +53,7 @@ layer = LayerResidency(torch.zeros(experts, 3, dtype=torch.int32), torch.zeros(e
                        torch.zeros(4, dtype=torch.int64))
 tables = SimpleNamespace(layer=lambda index: layer, counters=torch.zeros(layers, 4, dtype=torch.int64))
 residency = SimpleNamespace(tables=tables, view=SimpleNamespace(f=shape.expert_intermediate, d=shape.hidden_size), pages_per_expert=3,
-                            num_resident=1, total=2, push=lambda: None, pull=lambda: None)
+                            num_resident=1, total=2, stale=False, push=lambda: None, pull=lambda: None)
 scratch = SimpleNamespace(rows=torch.zeros(experts, 3, dtype=torch.int32))
 pages = SimpleNamespace(f=shape.expert_intermediate, d=shape.hidden_size, layers=[None] * layers, page_bytes=None)
 host = SimpleNamespace(num_experts=experts, num_layers=layers, expert_bytes=1, mapped_bytes=0, pages=pages)

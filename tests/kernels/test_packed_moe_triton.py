@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from packed_moe import FORMATS, PackedLayer
@@ -206,3 +208,10 @@ def test_every_size_has_a_plan(tokens: int, itemsize: int) -> None:
     assert (plan.rows is None) != (plan.gemm is None)
     if plan.gemm is not None:
         assert plan.gemm[0].tile_tokens == plan.gemm[1].tile_tokens
+
+
+def test_every_pair_of_formats_walks_one_table_of_tiles() -> None:
+    for pair in itertools.product(FORMATS.values(), repeat=2):
+        for tokens in (12, 16, 80, 81, 176, 177, 640, 641, 1120, 1121, 4096):
+            plan = choose_plan(tokens, 8, 128, pair, 2)
+            assert plan.gemm is None or plan.gemm[0].tile_tokens == plan.gemm[1].tile_tokens, (pair, tokens)
