@@ -81,9 +81,10 @@ def compile_for(case: CompileCase, target: int) -> Compiled:
     return Compiled(case.name, target, compiled.metadata.shared, None)
 
 
-def compile_op(op: str, targets: Sequence[int] = TARGETS, processes: int = 2) -> list[Compiled]:
-    """Compiles all cases of an op for the targets. Triton must not be in its interpreter mode."""
+def compile_op(op: str, targets: Sequence[int] = TARGETS, processes: int = 2, share: tuple[int, int] = (0, 1)) -> list[Compiled]:
+    """Compiles all cases of an op for the targets, or one of so many shares of them. Triton must not be in its interpreter mode."""
     jobs = [(op, place, target) for place, case in enumerate(cases_of(op)) for target in targets if target in case.targets]
+    jobs = jobs[share[0] :: share[1]]
     if processes == 1:
         return [_compile_job(job) for job in jobs]
     with ProcessPoolExecutor(processes) as pool:

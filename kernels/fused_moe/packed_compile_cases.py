@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rimuru_kernels.compile_check import CompileCase
+from rimuru_kernels.compile_check import TARGETS, CompileCase
 from rimuru_kernels.fused_moe import packed_direct, packed_gemm, packed_rows
 from rimuru_kernels.fused_moe.direct_blocks import direct_blocks
 from rimuru_kernels.fused_moe.launch import COPIERS, WORDS
@@ -30,7 +30,9 @@ FORMATS = {
 CARDS = (((80, 86), False, False), ((89,), True, False), ((90, 120), True, True))
 """Which cards convert floats of 8 bits, and on which a kernel may begin before the one before it is done."""
 EVERY_BLOCK = ("int4", "int8")
-"""Formats that are compiled in every block shape of their table; the others in the first and the last."""
+"""Formats that are compiled in every block shape of their table for every card; the others in the first and the last, for `FEW_CARDS`."""
+FEW_CARDS = (80, 89, 120)
+"""One of each kind: the oldest, one that converts floats of 8 bits, and the newest, with the least shared memory."""
 
 
 def cases(f: int, d: int, top_k: int) -> list[CompileCase]:
@@ -57,8 +59,10 @@ def _rows(name: str, fmt: PackedFormat, f: int, d: int, top_k: int) -> list[Comp
     copies = {"COPIERS": -(-COPIERS // top_k), "WORDS": WORDS, "PAGE_WORDS": f * d // 8, "COPIED_WORDS": f * d // 8}
     dots = [multiplies_integers(fmt, rows, columns, 2) for rows, columns in ((f, d), (d, f))]
     made: list[CompileCase] = []
-    for pairs, wide, tall in rows_table(fmt):
-        for targets, converts, overlaps in CARDS:
+    table = rows_table(fmt)
+    for pairs, wide, tall in table if name in EVERY_BLOCK else dict.fromkeys((table[0], table[-1])):
+        for cards, converts, overlaps in CARDS:
+            targets = cards if name in EVERY_BLOCK else tuple(card for card in cards if card in FEW_CARDS)
             fast = converts and fmt.values == "fp8"
             up = shared | copies | {"EARLY": overlaps} | shapes(fmt, f, d, wide, 1, dots=dots[0], fast=fast)
             down = shared | {"SLOTS": top_k, "WAITS": overlaps} | shapes(fmt, d, f, tall, top_k, dots=dots[1], fast=fast)
@@ -73,11 +77,12 @@ def _rows(name: str, fmt: PackedFormat, f: int, d: int, top_k: int) -> list[Comp
 def _gemm(name: str, fmt: PackedFormat, config: PackedGemmConfig, n: int, k: int, top_k: int, *, gated: bool) -> CompileCase:
     signature = dict.fromkeys(("a", "out_ptr"), "*bf16") | dict.fromkeys(("sorted_ptr", "table_ptr", "entries_ptr"), "*i32")
     signature |= {"pool": "*u8", "max_tiles": "i32"}
+    targets = TARGETS if name in EVERY_BLOCK else FEW_CARDS
     direct = direct_blocks(fmt, config, n, n, k, torch.bfloat16)
     if direct is not None:
         constants: dict[str, Any] = {"TOPK": top_k, "N": n, "K": k, "TILES": (3, 1, n, n), "GATED": gated} | direct.constants
         title = f"packed direct_gemm {name} {'gate-up' if gated else 'down'} {config.tile_tokens}x{direct.constants['BN']}"
-        return CompileCase(title, packed_direct.direct_gemm, signature, constants, 1, direct.stages)
+        return CompileCase(title, packed_direct.direct_gemm, signature, constants, 1, direct.stages, targets)
     chunk, same, repeat = chunks(fmt, config)
     constants = {
         "TOPK": top_k, "N": n, "K": k, "TILES": (3, 1, n, n), "FMT": described(fmt, n, k),
@@ -85,4 +90,4 @@ def _gemm(name: str, fmt: PackedFormat, config: PackedGemmConfig, n: int, k: int
         "GROUP": config.group, "HALVES": config.halves, "GATED": gated, "PRECISION": "tf32", "SWAP": config.swap,
     }  # fmt: skip
     title = f"packed grouped_gemm {name} {'gate-up' if gated else 'down'} {config.tile_tokens}x{config.weight_rows}x{chunk}"
-    return CompileCase(title, packed_gemm.grouped_gemm, signature, constants, config.warps, config.stages)
+    return CompileCase(title, packed_gemm.grouped_gemm, signature, constants, config.warps, config.stages, targets)

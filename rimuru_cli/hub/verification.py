@@ -28,8 +28,6 @@ from rimuru_models.errors import CheckpointError, RimuruError, VerificationError
 from rimuru_models.gguf import is_gguf, open_gguf
 from rimuru_models.gguf.files import part_names
 from rimuru_models.index import open_index
-from rimuru_models.quantization.scheme import DAMAGED
-from rimuru_models.quantization.soundness import unsound_scales
 from rimuru_models.quantizer.note import noted_checksums
 
 State = Literal["ok", "damaged", "missing", "unknown"]
@@ -119,12 +117,27 @@ def verify_model(name: str, progress: Progress | None = None) -> Verification:
 
 
 def _check_scales(name: str, model: Path) -> None:
+    if model.is_dir() and not _names_a_format(model):
+        return
+    # Only here: they read arrays, and most models need no library for that.
+    from rimuru_models.quantization.scheme import DAMAGED
+    from rimuru_models.quantization.soundness import unsound_scales
+
     try:
         path, tensor = next(unsound_scales(model), (None, ""))
     except RimuruError:
         return  # nothing that could be run, so that its checksums are all there is to say
     if path is not None:
         raise VerificationError(f"{name}: tensor {tensor[:200]!r} in {path.name} has a scale that is not a finite number.", hint=DAMAGED)
+
+
+def _names_a_format(folder: Path) -> bool:
+    """Whether a model's folder may hold quantised weights: its config.json says how, or it is made of GGUF files."""
+    config = folder / "config.json"
+    try:
+        return b"quantization_config" in config.read_bytes() if config.is_file() else True
+    except OSError:
+        return True
 
 
 def _compared(name: str, progress: Progress | None) -> tuple[Verification, Path]:

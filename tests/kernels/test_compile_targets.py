@@ -20,14 +20,23 @@ PROGRAM = """
 import json, os, sys
 from rimuru_kernels.compile_check import compile_op
 if __name__ == "__main__":
-    json.dump([tuple(row) for row in compile_op(sys.argv[1], processes=min(4, os.cpu_count() or 1))], sys.stdout)
+    share = int(sys.argv[2]), int(sys.argv[3])
+    json.dump([tuple(row) for row in compile_op(sys.argv[1], processes=min(4, os.cpu_count() or 1), share=share)], sys.stdout)
 """
 
 
-@pytest.mark.parametrize("op", ops_with_cases())
-def test_compiles_and_fits(op: str) -> None:
+# An op of many cases takes minutes, more than one test may.
+SHARES = {"fused_moe": 4}
+
+
+@pytest.mark.parametrize(
+    ("op", "share", "of"), [(op, share, SHARES.get(op, 1)) for op in ops_with_cases() for share in range(SHARES.get(op, 1))]
+)
+def test_compiles_and_fits(op: str, share: int, of: int) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", PROGRAM, op], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, op, str(share), str(of)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(done.stdout)
     assert {target for _, target, _, _ in rows} == set(TARGETS)
