@@ -67,11 +67,7 @@ RowsTable = tuple[tuple[float, PackedRowsConfig, PackedRowsConfig], ...]
 # Few pairs: everything is on its way at once, or nearly so, in a single wave of programs. More: programs live longer, and activations are
 # prepared less often.
 _SINGLE, _COUPLE, _ALL = 8.0, 16.0, float("inf")
-ROWS_INT4: RowsTable = (
-    (_COUPLE, PackedRowsConfig(32, 4, 6, 2), PackedRowsConfig(8, 4, 4, 4)),
-    (_ALL, PackedRowsConfig(32, 4, 12, 3), PackedRowsConfig(8, 4, 8, 2)),
-)
-ROWS_FP4: RowsTable = (
+ROWS_4_BITS: RowsTable = (
     (_COUPLE, PackedRowsConfig(32, 4, 6, 2), PackedRowsConfig(8, 4, 4, 4)),
     (_ALL, PackedRowsConfig(32, 4, 12, 3), PackedRowsConfig(8, 4, 8, 2)),
 )
@@ -181,7 +177,7 @@ def rows_table(fmt: PackedFormat) -> RowsTable:
         return ROWS_FP8 if fmt.values == "fp8" else ROWS_INT8
     if fmt.values in ("int5", "int6"):
         return ROWS_5_AND_6_BITS
-    return ROWS_FP4 if fmt.values == "fp4" else ROWS_TWO_LEVELS if fmt.two_levels else ROWS_INT4
+    return ROWS_TWO_LEVELS if fmt.two_levels else ROWS_4_BITS
 
 
 def gemm_table(fmt: PackedFormat) -> Table:
